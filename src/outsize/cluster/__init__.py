@@ -1,0 +1,1 @@
+"""Devices, links and topology of what the job may run on."""

@@ -1,0 +1,1 @@
+"""Bytes and seconds predicted from a model profile and a cluster."""

@@ -1,0 +1,1 @@
+"""Recording a module as a program, slicing it, and what each part costs."""

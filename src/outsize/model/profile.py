@@ -1,0 +1,80 @@
+"""What a model costs, block by block, as plain numbers: all that planning needs.
+
+A profile comes from a recorded program or from a preset's published configuration; it imports no
+torch. Amounts that grow with the micro-batch are affine in the number of samples in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Amount", "BlockProfile", "ModelProfile"]
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """``fixed + per_sample * num_samples`` of something, such as bytes or FLOPs."""
+
+    per_sample: float = 0.0
+    fixed: float = 0.0
+
+    def of(self, num_samples: float) -> float:
+        """Return the amount for a micro-batch of ``num_samples`` samples."""
+        return self.fixed + self.per_sample * num_samples
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.per_sample + other.per_sample, self.fixed + other.fixed)
+
+    def scaled(self, factor: float) -> Amount:
+        """Return this amount times ``factor``."""
+        return Amount(self.per_sample * factor, self.fixed * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProfile:
+    """One unit of the program that is never cut: a leaf block with the glue before the next one.
+
+    ``cut_label`` names the cut just before this block (empty: not a legal cut). The ``tensor_parallel_*``
+    figures say how the block shrinks when its operators are split: the fraction of parameters and of
+    saved activations that is divided by the degree, and the bytes each collective moves.
+    """
+
+    name: str
+    kind: str  # blocks of one kind are identical
+    num_parameters: int
+    num_trainable_parameters: int
+    parameter_bytes: int
+    forward_flops: Amount
+    backward_flops: Amount
+    bytes_moved: Amount  # memory traffic of the forward
+    saved_activation_bytes: Amount  # kept from forward to backward, without recomputation
+    recompute_input_bytes: Amount  # kept when the block is recomputed
+    temporary_bytes: Amount  # highest extra memory while the block runs forward or backward
+    output_bytes: Amount  # sent over a cut after this block
+    cut_label: str = ""
+    buffer_bytes: int = 0
+    parameter_names: tuple[str, ...] = ()
+    tied_parameter_names: tuple[str, ...] = ()  # also used by an earlier block
+    # operator-level parallelism
+    shardable_parameter_fraction: float = 0.0
+    shardable_activation_fraction: float = 0.0
+    shardable_flops_fraction: float = 0.0
+    num_forward_all_reduces: int = 0
+    all_reduce_bytes: Amount = field(default_factory=Amount)  # each
+    max_tensor_parallel_degree: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """All blocks of a model in execution order."""
+
+    name: str
+    blocks: tuple[BlockProfile, ...]
+    tokens_per_sample: int = 1
+    rung: str = "fake_tensors"
+    fingerprint: str = ""
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, tied ones once."""
+        return sum(block.num_parameters for block in self.blocks)

@@ -1,0 +1,145 @@
+"""The recorded program: one forward of a module as a list of nodes over values.
+
+    input ─┐
+    param ─┼─▶ module call / operator ─▶ value ─▶ module call ─▶ … ─▶ outputs
+    const ─┘        (a node)            (an id)
+
+A node is a *leaf module call* (a block called again exactly as it was called) or one ATen *operator*
+between such calls; parameters, buffers, constants and batch entries that operators read are nodes of
+their own. Values are numbered in the order they were made, so every list of nodes is in execution order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+__all__ = ["CutPoint", "LossTerm", "Node", "NodeKind", "Program", "Ref", "Rung", "TensorSpec"]
+
+
+class NodeKind(StrEnum):
+    """What a node does."""
+
+    INPUT = "input"  # target: path of the batch entry, e.g. "input_ids" or "images/left"
+    PARAMETER = "parameter"  # target: full parameter name
+    BUFFER = "buffer"  # target: full buffer name
+    CONSTANT = "constant"  # target: key into Program.constants
+    MODULE = "module"  # target: full name of the leaf module
+    OPERATOR = "operator"  # target: the ATen overload, or a collective after lowering
+
+
+class Rung(StrEnum):
+    """How the recording was made: the fallback ladder, best first."""
+
+    FAKE_TENSORS = "fake_tensors"
+    REAL_TENSORS = "real_tensors"
+    PARAMETER_COUNTS = "parameter_counts"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A reference to a value inside a node's flattened arguments or the program's outputs."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What is known of a value before it exists."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a dense tensor of this shape and dtype."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One step of the program.
+
+    ``arguments`` is the flattened ``(args, kwargs)`` with a :class:`Ref` wherever a tensor stood and
+    ``structure`` restores it. ``outputs[i]`` is the value found at ``output_positions[i]`` of the
+    flattened result, which has ``num_results`` leaves. ``mutates`` are values written in place.
+    """
+
+    kind: NodeKind
+    target: str | Callable[..., Any]
+    outputs: tuple[int, ...]
+    arguments: tuple[Any, ...] = ()
+    structure: TreeSpec | None = None
+    output_positions: tuple[int, ...] = (0,)
+    num_results: int = 1
+    mutates: tuple[int, ...] = ()
+    grad_enabled: bool = True
+    is_random: bool = False
+    module_path: str = ""  # the module whose forward was running
+    source: str = ""  # file:line in the user's or library's code, where known
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Values this node reads, in order, with repeats."""
+        return tuple(argument.value for argument in self.arguments if isinstance(argument, Ref))
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """A mean inside the loss, so that micro-batches can be added up exactly.
+
+    ``value`` is the mean; it was taken over ``count`` elements, or, where that number depends on the
+    labels (``ignore_index``), over the elements of value ``target`` that differ from ``ignore_index``.
+    """
+
+    node_index: int
+    value: int
+    count: int | None = None
+    target: int | None = None
+    ignore_index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CutPoint:
+    """A place where the program may be cut: just before node ``node_index``.
+
+    ``label`` names it for people and plan files, e.g. ``model.layers.4``; ``crossing`` are the values
+    sent over it, ``num_bytes`` their size per recorded batch.
+    """
+
+    node_index: int
+    label: str
+    crossing: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class Program:
+    """One recorded forward. See the module's docstring."""
+
+    nodes: list[Node]
+    specs: dict[int, TensorSpec]
+    outputs: tuple[Any, ...]  # flattened model output with Ref for tensors
+    output_structure: TreeSpec
+    constants: dict[str, torch.Tensor]
+    storages: dict[int, int]  # value -> id of its storage: equal ids alias
+    loss_value: int | None = None  # the scalar that training differentiates
+    loss_terms: tuple[LossTerm, ...] = ()
+    rung: Rung = Rung.FAKE_TENSORS
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def producers(self) -> dict[int, int]:
+        """Index of the node that makes each value."""
+        return {value: index for index, node in enumerate(self.nodes) for value in node.outputs}
+
+    def nodes_of_kind(self, kind: NodeKind) -> Iterator[tuple[int, Node]]:
+        """Yield ``(index, node)`` of one kind, in order."""
+        return ((index, node) for index, node in enumerate(self.nodes) if node.kind is kind)

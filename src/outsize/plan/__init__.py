@@ -1,0 +1,1 @@
+"""The plan: plain data with a versioned JSON form."""

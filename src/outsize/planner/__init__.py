@@ -1,0 +1,1 @@
+"""Search for the fastest plan that fits."""

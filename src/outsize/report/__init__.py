@@ -1,0 +1,1 @@
+"""Tables, pages and timelines made from plans and runs."""

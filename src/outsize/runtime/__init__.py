@@ -1,0 +1,1 @@
+"""Training under a plan on torch.distributed."""

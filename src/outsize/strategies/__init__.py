@@ -1,0 +1,1 @@
+"""Each way of training: what it needs, whether it fits, and why."""
