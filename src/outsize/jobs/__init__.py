@@ -1,0 +1,1 @@
+"""Whole jobs: train under a plan, compare strategies, the default job."""
