@@ -1,0 +1,29 @@
+"""Registers the commands and turns a user's mistake into one readable message."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from outsize.errors import OutsizeError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="outsize",
+    help="Train a PyTorch model that does not fit on one device: which technique, how to split, and run it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main() -> None:
+    """Run the command line; mistakes of the user end with exit code 2 and no traceback."""
+    try:
+        app()
+    except OutsizeError as error:
+        print(f"outsize: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
