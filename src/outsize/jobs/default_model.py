@@ -17,7 +17,7 @@ SEQUENCE = 128
 
 def build() -> nn.Module:
     """Return a byte-level causal language model of 10.1 million parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - slow to import
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=256,

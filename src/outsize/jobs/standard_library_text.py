@@ -28,7 +28,9 @@ def source_files(split: str) -> list[Path]:
         raise ValueError(f"split is 'train' or 'validation', not {split!r}")
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(
-        path for path in root.rglob("*.py") if not _EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts)
+        path
+        for path in root.rglob("*.py")
+        if not _EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts)
     )
     if not files:
         raise OutsizeError(

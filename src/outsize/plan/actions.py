@@ -31,7 +31,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Actions by rank. ``stage_to_rank[stage]`` tells who holds a stage; several stages a rank are virtual stages."""
+    """Actions by rank; ``stage_to_rank[stage]`` tells who holds a stage (virtual stages share a rank)."""
 
     name: str
     num_microbatches: int
