@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Amount", "BlockProfile", "ModelProfile"]
+__all__ = ["Amount", "BlockProfile", "ModelProfile", "OperatorProfile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,24 @@ class Amount:
     def scaled(self, factor: float) -> Amount:
         """Return this amount times ``factor``."""
         return Amount(self.per_sample * factor, self.fixed * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorProfile:
+    """One matrix product, attention or element-wise pass inside a block's forward.
+
+    A matrix product has ``rows`` (tokens) x ``inner`` x ``columns``. ``split`` says which of its sizes
+    operator-level parallelism divides: "columns", "rows" (the contracted size ``inner``), "heads",
+    "tokens" (only where the sequence is split too) or "none".
+    """
+
+    kind: str  # "matmul", "attention" or "elementwise"
+    forward_flops: Amount
+    bytes_moved: Amount
+    rows: Amount = Amount()
+    inner: int = 0
+    columns: int = 0
+    split: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +80,13 @@ class BlockProfile:
     num_forward_all_reduces: int = 0
     all_reduce_bytes: Amount = field(default_factory=Amount)  # each
     max_tensor_parallel_degree: int = 1
+    # finer figures, where they are known
+    num_tied_parameters: int = 0  # held once more if an earlier stage owns them
+    operators: tuple[OperatorProfile, ...] = ()
+    selective_saved_bytes: Amount | None = None  # kept when only attention scores are recomputed
+    selective_recompute_flops: Amount = field(default_factory=Amount)
+    num_expert_parameters: int = 0  # divided by expert parallelism
+    all_to_all_bytes: Amount = field(default_factory=Amount)  # each of two in forward, two in backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +98,7 @@ class ModelProfile:
     tokens_per_sample: int = 1
     rung: str = "fake_tensors"
     fingerprint: str = ""
+    bytes_per_element: int = 4  # of the floating-point values that the byte figures were taken with
 
     @property
     def num_parameters(self) -> int:

@@ -153,6 +153,8 @@ class Plan:
     precision: str = "fp32"
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     gradient_accumulation_steps: int = 1
+    state_sharding: str = "none"  # over dp x fsdp: "none", "optimizer_states", "gradients" or "full"
+    sequence_parallel: bool = False  # activations between split operators divided over tp too
     seed: int = 0
     device_memory_bytes: int | None = None  # enforced limit of emulated devices
     placements: dict[str, str] = field(default_factory=dict)  # parameter name -> how it is split
