@@ -16,6 +16,10 @@ class ActionKind(StrEnum):
     WEIGHT_GRADIENT = "W"
     FULL_BACKWARD = "B"  # input and weight gradients in one go
 
+    __hash__ = (
+        str.__hash__
+    )  # Enum's own is several times slower, and schedules are looked up by the ten thousand
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:

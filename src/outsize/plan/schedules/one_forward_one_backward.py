@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outsize.plan.actions import Action, ActionKind, Schedule
+from outsize.plan.schedules.interleaving import alternate, interleaved_actions
 from outsize.plan.schedules.placement import looped_placement
 
 __all__ = ["generate_1f1b"]
@@ -26,10 +27,8 @@ def generate_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _rank_actions(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
-    num_warmup = min(num_ranks - 1 - rank, num_microbatches)
-    forwards = [Action(rank, ActionKind.FORWARD, microbatch) for microbatch in range(num_microbatches)]
-    backwards = [Action(rank, ActionKind.FULL_BACKWARD, microbatch) for microbatch in range(num_microbatches)]
-    actions = forwards[:num_warmup]
-    for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
-        actions += [forward, backward]
-    return (*actions, *backwards[num_microbatches - num_warmup :])
+    forwards, backwards = (
+        interleaved_actions((rank,), kind, num_microbatches, num_microbatches)
+        for kind in (ActionKind.FORWARD, ActionKind.FULL_BACKWARD)
+    )
+    return tuple(action for group in alternate(num_ranks - 1 - rank, forwards, backwards) for action in group)
