@@ -71,7 +71,7 @@ class Cluster:
     @cached_property
     def num_devices(self) -> int:
         """Number of devices."""
-        return len(self.devices)
+        return sum(len(machine.devices) for machine in self.machines)
 
     @cached_property
     def is_uniform(self) -> bool:

@@ -115,7 +115,7 @@ class Prediction:
     """What a plan is expected to cost on each device and per step."""
 
     peak_memory_bytes: int  # of the device that needs most
-    memory_by_rank: tuple[dict[str, int], ...] = ()  # bytes by category, one entry a rank
+    memory_by_rank: tuple[dict[str, int], ...] = ()  # bytes by category; over 256 ranks: by stage
     step_time_s: float = 0.0
     time_by_part_s: dict[str, float] = field(default_factory=dict)
     tokens_per_s: float = 0.0
@@ -167,7 +167,7 @@ class Plan:
     @property
     def microbatch_size(self) -> int:
         """Samples in one pipeline pass of one replica."""
-        replicas = self.mesh.dp * self.mesh.fsdp
+        replicas = self.mesh.dp * self.mesh.fsdp * self.mesh.ep
         return self.global_batch // (
             replicas * self.gradient_accumulation_steps * self.schedule.num_microbatches
         )

@@ -1,0 +1,180 @@
+"""Seconds and bytes of every block under given degrees and micro-batch size, as arrays.
+
+Identical blocks are costed once; sums over ranges of blocks are differences of prefix sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.cluster.topology import Span
+from outsize.cost.collective import all_reduce_s, all_to_all_s
+from outsize.cost.compute import Shards, efficiency_of, estimate_block_s
+from outsize.cost.layout import Job, Layout
+from outsize.cost.precision import element_bytes
+from outsize.model.profile import Amount, BlockProfile
+
+__all__ = ["BlockCost", "BlockCosts", "estimate_block_costs", "splits"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """One block on one device, for one micro-batch. Times in seconds, sizes in bytes or parameters."""
+
+    forward_s: float
+    backward_s: float
+    communication_s: float  # of forward, the same again in backward
+    selective_s: float  # added to backward by recomputing attention scores
+    full_s: float  # added to backward by recomputing the block
+    parameters: float
+    trainable: float
+    buffer_bytes: float
+    saved_bytes: float
+    selective_saved_bytes: float
+    full_saved_bytes: float
+    temporary_bytes: float
+    output_bytes: float
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """The costs of all blocks in order; each field is one array."""
+
+    forward_s: Array
+    backward_s: Array
+    communication_s: Array
+    selective_s: Array
+    full_s: Array
+    parameters: Array
+    trainable: Array
+    buffer_bytes: Array
+    saved_bytes: Array
+    selective_saved_bytes: Array
+    full_saved_bytes: Array
+    temporary_bytes: Array
+    output_bytes: Array
+    blocks: tuple[BlockProfile, ...]
+
+    @cached_property
+    def step_s(self) -> Array:
+        """Forward and backward with communication, nothing recomputed."""
+        return self.forward_s + self.backward_s + 2 * self.communication_s
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """For each block the first block that holds its tied parameters (itself if none are tied)."""
+        first: dict[str, int] = {}
+        for index, block in enumerate(self.blocks):
+            for name in block.parameter_names:
+                first.setdefault(name, index)
+        return tuple(
+            min((first.get(name, 0) for name in block.tied_parameter_names), default=index)
+            for index, block in enumerate(self.blocks)
+        )
+
+    @cached_property
+    def tied_parameters(self) -> tuple[float, ...]:
+        """Parameters a block needs once more when it is not on the stage of their owner."""
+        shares = self.parameters / np.maximum([block.num_parameters for block in self.blocks], 1)
+        return tuple(
+            block.num_tied_parameters * (share if block.num_parameters else 1.0)
+            for block, share in zip(self.blocks, shares, strict=True)
+        )
+
+
+def splits(block: BlockProfile, degree: int) -> bool:
+    """Whether the block's operators can be divided ``degree`` ways."""
+    return degree > 1 and block.max_tensor_parallel_degree % degree == 0
+
+
+def estimate_block_costs(job: Job, layout: Layout) -> BlockCosts:
+    """Return the cost of each block under ``layout``'s degrees and micro-batch size."""
+    by_kind: dict[tuple[str, int, int], BlockCost] = {}
+    rows = []
+    for block in job.profile.blocks:
+        key = (block.kind or block.name, block.num_parameters, id(block.operators))
+        if key not in by_kind:
+            by_kind[key] = _block_cost(block, job, layout)
+        rows.append(by_kind[key])
+    columns = {
+        field.name: np.array([getattr(row, field.name) for row in rows]) for field in fields(BlockCost)
+    }
+    return BlockCosts(**columns, blocks=job.profile.blocks)
+
+
+def _block_cost(block: BlockProfile, job: Job, layout: Layout) -> BlockCost:
+    mesh, samples = layout.mesh, layout.microbatch_size
+    tensor = mesh.tp if splits(block, mesh.tp) else 1
+    shards = Shards(tensor, tensor if layout.sequence_parallel else 1, mesh.cp, mesh.ep)
+    device = job.cluster.weakest_device()
+    scale = element_bytes(job.precision) / job.profile.bytes_per_element
+    forward, backward = estimate_block_s(block, device, job.precision, samples, shards, scale)
+    communication = _communication_s(block, job, layout, tensor, scale)
+    flops_s = 1 / (device.rate(job.precision) * efficiency_of(device).attention)
+    selective = block.selective_recompute_flops.of(samples) / tensor / mesh.cp * flops_s
+    return BlockCost(
+        forward_s=forward,
+        backward_s=backward,
+        communication_s=communication,
+        selective_s=selective,
+        full_s=forward + communication,
+        **_sizes(block, samples, shards, scale),
+    )
+
+
+def _sizes(block: BlockProfile, samples: int, shards: Shards, scale: float) -> dict[str, float]:
+    """Bytes and parameters held by one device."""
+    tensor = shards.tensor
+    dense = block.num_parameters - block.num_expert_parameters
+    split = block.shardable_parameter_fraction / tensor + 1 - block.shardable_parameter_fraction
+    parameters = dense * split + block.num_expert_parameters / (tensor * shards.expert)
+    trainable = parameters * block.num_trainable_parameters / max(block.num_parameters, 1)
+    whole = 1 - block.shardable_activation_fraction
+    kept = (block.shardable_activation_fraction / tensor + whole / shards.sequence) / shards.context
+
+    def amount(value: Amount, fraction: float) -> float:
+        return value.of(samples) * scale * fraction
+
+    selective = block.selective_saved_bytes
+    return {
+        "parameters": parameters,
+        "trainable": trainable,
+        "buffer_bytes": float(block.buffer_bytes),
+        "saved_bytes": amount(block.saved_activation_bytes, kept),
+        "selective_saved_bytes": amount(selective or block.saved_activation_bytes, kept),
+        "full_saved_bytes": amount(block.recompute_input_bytes, 1 / shards.sequence / shards.context),
+        "temporary_bytes": amount(block.temporary_bytes, kept),
+        "output_bytes": amount(block.output_bytes, 1 / shards.sequence / shards.context),
+    }
+
+
+def _communication_s(block: BlockProfile, job: Job, layout: Layout, tensor: int, scale: float) -> float:
+    """Seconds of the collectives inside the block's forward."""
+    mesh, samples = layout.mesh, layout.microbatch_size
+    time = 0.0
+    if tensor > 1:
+        message = block.all_reduce_bytes.of(samples) * scale / mesh.cp
+        time += block.num_forward_all_reduces * all_reduce_s(
+            axis_span(job, mesh_stride(layout, "tp"), tensor), message
+        )
+    if mesh.ep > 1 and block.num_expert_parameters:
+        message = block.all_to_all_bytes.of(samples) * scale / mesh.cp
+        time += 2 * all_to_all_s(axis_span(job, mesh_stride(layout, "ep"), mesh.ep), message)
+    return time
+
+
+def mesh_stride(layout: Layout, axis: str) -> int:
+    """Distance in ranks between neighbours on ``axis``."""
+    ranks = layout.mesh.ranks_along(axis, 0)
+    return ranks[1] - ranks[0] if len(ranks) > 1 else 1
+
+
+def axis_span(job: Job, stride: int, degree: int) -> Span:
+    """How the groups of an axis lie on the cluster's machines."""
+    return job.cluster.span(stride, degree)

@@ -1,0 +1,67 @@
+"""Seconds a collective takes: latency and bandwidth of each level it crosses.
+
+With n members and ``bytes`` held by each, a ring moves (Thakur et al. 2005):
+all-reduce 2 (n-1)/n · bytes, all-gather and reduce-scatter (n-1)/n · bytes, all-to-all (n-1)/n · bytes.
+A group over several machines works level by level: reduce-scatter inside, all-reduce of the pieces across
+the network, all-gather inside.
+"""
+
+from __future__ import annotations
+
+import math
+
+from outsize.cluster.link import Link
+from outsize.cluster.topology import Span
+
+__all__ = ["all_gather_s", "all_reduce_s", "all_to_all_s", "reduce_scatter_s", "send_s"]
+
+# A ring cuts a message into pieces; below about this size a collective does not reach its bandwidth
+# (8 x H200 all-reduce: half of the bandwidth at 16 MiB), which acts like bytes added to each message.
+KNEE_BYTES = 8 * 2**20
+
+
+def _steps(link: Link, members: int) -> float:
+    return link.latency_s * math.ceil(math.log2(members)) if members > 1 else 0.0
+
+
+def _ring_s(link: Link, members: int, num_bytes: float) -> float:
+    """One pass over a ring (all-gather or reduce-scatter of ``num_bytes`` in all)."""
+    if members <= 1:
+        return 0.0
+    moved = num_bytes * (members - 1) / members
+    knee = min(KNEE_BYTES, moved)  # small messages are bound by latency, not by the knee
+    return (moved + knee) / link.bandwidth_bytes_per_s + _steps(link, members)
+
+
+def all_gather_s(span: Span, num_bytes: float) -> float:
+    """Seconds until every member holds the ``num_bytes`` that all members held in parts."""
+    time = _ring_s(span.inside, span.per_machine, num_bytes)
+    if span.across is not None:
+        time += _ring_s(span.across, span.num_machines, num_bytes / span.per_machine)
+    return time
+
+
+def reduce_scatter_s(span: Span, num_bytes: float) -> float:
+    """Seconds to sum ``num_bytes`` over the members and leave each with its part."""
+    return all_gather_s(span, num_bytes)
+
+
+def all_reduce_s(span: Span, num_bytes: float) -> float:
+    """Seconds to sum ``num_bytes`` over the members, the sum being left with all of them."""
+    return 2 * all_gather_s(span, num_bytes)
+
+
+def all_to_all_s(span: Span, num_bytes: float) -> float:
+    """Seconds in which each member sends ``num_bytes`` in equal parts to all members."""
+    n = span.degree
+    if n <= 1:
+        return 0.0
+    if span.across is None:
+        return num_bytes * (n - 1) / n / span.inside.bandwidth_bytes_per_s + _steps(span.inside, n)
+    leaving = num_bytes * (n - span.per_machine) / n
+    return leaving / span.across.bandwidth_bytes_per_s + _steps(span.across, n)
+
+
+def send_s(link: Link, num_bytes: float) -> float:
+    """Seconds to send ``num_bytes`` to one other device."""
+    return num_bytes / link.bandwidth_bytes_per_s + link.latency_s

@@ -1,0 +1,89 @@
+"""What is to be costed: a job, and one way of laying it out over the devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outsize.cluster.topology import Cluster
+from outsize.model.profile import ModelProfile
+from outsize.plan.plan import Mesh, OptimizerSpec
+
+__all__ = ["RECOMPUTE_MODES", "SCHEDULES", "STATE_SHARDINGS", "Assignment", "Job", "Layout"]
+
+RECOMPUTE_MODES = ("none", "selective", "full")
+STATE_SHARDINGS = ("none", "optimizer_states", "gradients", "full")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, a cluster and a global batch (in samples)."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    global_batch: int
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    precision: str = "fp32"
+    software_factor: float = 1.0  # time of the framework's own work: measured step time ÷ this model's
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Degrees, micro-batches, schedule and what is sharded.
+
+    State is sharded over ``fsdp`` as far as ``state_sharding`` says; "servers" leaves the optimizer's
+    states to parameter servers, one a machine.
+
+    ``num_microbatches`` counts all passes of one replica in a step, accumulation included.
+    """
+
+    mesh: Mesh
+    microbatch_size: int
+    num_microbatches: int
+    schedule: str = "1f1b"
+    num_virtual_stages: int = 1
+    state_sharding: str = "none"
+    sequence_parallel: bool = False
+    base_recompute: str = "none"  # of blocks not recomputed in full
+
+    @property
+    def num_replicas(self) -> int:
+        """Groups of devices that each see other samples; experts are spread over replicas too."""
+        return self.mesh.dp * self.mesh.fsdp * self.mesh.ep
+
+    @property
+    def num_chunks(self) -> int:
+        """Pieces that the blocks are cut into: virtual stages over all pipeline ranks."""
+        return self.mesh.pp * self.num_virtual_stages
+
+    def chunks_of(self, stage: int) -> range:
+        """Chunks that pipeline rank ``stage`` holds: every ``pp``-th."""
+        return range(stage, self.num_chunks, self.mesh.pp)
+
+    def in_flight(self, stage: int) -> float:
+        """Micro-batches whose activations rank ``stage`` keeps at its peak, for all of its chunks.
+
+        GPipe keeps all m; 1F1B min(p - i, m); interleaved 1F1B keeps 2 (p-i-1) + (v-1) p + 1 chunks
+        (Narayanan et al. 2021), here as a share of the rank's v chunks.
+        """
+        p, m, v = self.mesh.pp, self.num_microbatches, self.num_virtual_stages
+        if self.schedule == "gpipe":
+            return m
+        if self.schedule == "1f1b":
+            return min(p - stage, m)
+        return min((2 * (p - stage - 1) + (v - 1) * p + 1) / v, m)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which blocks each chunk holds, and how each block's activations are kept.
+
+    Chunk ``c`` holds blocks ``bounds[c]`` up to ``bounds[c + 1]``; ``recompute`` has one mode a block.
+    """
+
+    bounds: tuple[int, ...]
+    recompute: tuple[str, ...]
+
+    def blocks_of(self, chunk: int) -> range:
+        """Blocks of one chunk."""
+        return range(self.bounds[chunk], self.bounds[chunk + 1])

@@ -1,0 +1,146 @@
+"""Evaluates layouts: cuts the stages, estimates time and memory, and keeps the best of many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from outsize.cluster.device import Device
+from outsize.cost.blocks import BlockCosts, estimate_block_costs
+from outsize.cost.layout import Assignment, Job, Layout
+from outsize.cost.precision import bytes_per_parameter
+from outsize.cost.step import StepEstimate, estimate_step, stage_devices
+from outsize.planner.stages import cut_stages
+
+__all__ = ["Evaluated", "Evaluator", "Outcome"]
+
+_NUM_NEAREST = 24  # layouts looked at closely when none fits, to show what comes nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A layout with its stages and what it costs."""
+
+    layout: Layout
+    assignment: Assignment
+    estimate: StepEstimate
+    fits: bool
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The best layout that fits, or the one that comes nearest; and how good any layout could be."""
+
+    best: Evaluated | None = None
+    nearest: Evaluated | None = None
+    lower_bound_s: float = math.inf  # no layout looked at is faster than this
+    num_layouts: int = 0
+
+    @property
+    def shown(self) -> Evaluated | None:
+        """What a verdict is about: the best, else the nearest."""
+        return self.best or self.nearest
+
+
+@dataclass
+class Evaluator:
+    """Evaluates layouts of one job, costing each (degrees, micro-batch size) once."""
+
+    job: Job
+    allows_recompute: bool = False
+    bounds: tuple[int, ...] | None = None  # pinned stage cuts
+    _costs: dict[tuple[object, ...], BlockCosts] = field(default_factory=dict)
+
+    def costs(self, layout: Layout) -> BlockCosts:
+        """Return block costs, which depend on inner degrees and the micro-batch size alone."""
+        mesh = layout.mesh
+        key = (mesh.tp, mesh.cp, mesh.ep, layout.sequence_parallel, layout.microbatch_size)
+        if key not in self._costs:
+            self._costs[key] = estimate_block_costs(self.job, layout)
+        return self._costs[key]
+
+    def evaluate(self, layout: Layout) -> Evaluated | None:
+        """Return the layout with its best stages; None where it has more chunks than blocks."""
+        costs = self.costs(layout)
+        cuts = cut_stages(self.job, layout, costs, recompute=self.allows_recompute, bounds=self.bounds)
+        if cuts is None:
+            return None
+        estimate = estimate_step(self.job, layout, costs, cuts.assignment)
+        return Evaluated(layout, cuts.assignment, estimate, cuts.fits)
+
+    def lower_bound_s(self, layout: Layout) -> float:
+        """Seconds that no cut of this layout can beat: perfect balance, nothing recomputed or sent."""
+        whole = float(self.costs(layout).step_s.sum())
+        fastest = self._speed_up(layout)
+        pace = whole / layout.mesh.pp
+        passes = layout.num_microbatches * pace + (whole - pace) / layout.num_virtual_stages
+        return passes * self.job.software_factor / fastest
+
+    def _speed_up(self, layout: Layout) -> float:
+        """How much faster the fastest stage's device is than the weakest."""
+        rates = [device.rate(self.job.precision) for device in _distinct(stage_devices(self.job, layout))]
+        return max(rates) / self.job.cluster.weakest_device().rate(self.job.precision)
+
+    def least_bytes(self, layout: Layout) -> float:
+        """Bytes that some device needs at least, whatever the cuts: the mean state of the stages."""
+        costs = self.costs(layout)
+        per = bytes_per_parameter(self.job.precision, self.job.optimizer)
+        shards = {"none": (1, 1, 1), "servers": (1, 1, math.inf)}.get(layout.state_sharding)
+        if shards is None:
+            f = layout.mesh.fsdp
+            level = layout.state_sharding
+            shards = (f if level == "full" else 1, 1 if level == "optimizer_states" else f, f)
+        parameters = float(costs.parameters.sum()) / layout.mesh.pp
+        trainable = float(costs.trainable.sum()) / layout.mesh.pp
+        states = trainable * per.optimizer_state / shards[2]
+        reserve = self.job.cluster.weakest_device().reserve_bytes
+        return (
+            parameters * per.parameter / shards[0] + trainable * per.gradient / shards[1] + states + reserve
+        )
+
+    def search(self, layouts: Iterable[Layout]) -> Outcome:
+        """Return the fastest layout that fits; evaluates only those that could still win."""
+        outcome = Outcome()
+        largest = max(device.memory_bytes for device in _distinct(self.job.cluster.devices))
+        ordered, hopeless = [], []
+        for layout in layouts:
+            outcome.num_layouts += 1
+            if self.least_bytes(layout) > largest:
+                hopeless.append(layout)
+            else:
+                ordered.append((self.lower_bound_s(layout), layout))
+        ordered.sort(key=lambda pair: pair[0])
+        unfit: list[Layout] = []
+        for bound, layout in ordered:
+            if outcome.best is not None and bound >= outcome.best.estimate.step_time_s:
+                break
+            found = self.evaluate(layout)
+            if found is not None:
+                self._note(outcome, found, bound, unfit)
+        if outcome.best is None:
+            outcome.nearest = self._nearest(unfit or hopeless)
+        return outcome
+
+    @staticmethod
+    def _note(outcome: Outcome, found: Evaluated, bound: float, unfit: list[Layout]) -> None:
+        """Keep what was found; cuts of one chunk a rank are exact, others only bounded."""
+        is_exact = found.layout.num_virtual_stages == 1
+        if not found.fits:
+            unfit.append(found.layout)
+        elif outcome.best is None or found.estimate.step_time_s < outcome.best.estimate.step_time_s:
+            outcome.best = found
+        if found.fits or not is_exact:
+            floor = found.estimate.step_time_s if is_exact else bound
+            outcome.lower_bound_s = min(outcome.lower_bound_s, floor)
+
+    def _nearest(self, layouts: Sequence[Layout]) -> Evaluated | None:
+        """The layout whose neediest device needs least."""
+        closest = sorted(layouts, key=self.least_bytes)[:_NUM_NEAREST]
+        found = [each for each in map(self.evaluate, closest) if each is not None]
+        return min(found, key=lambda each: each.estimate.peak_memory_bytes, default=None)
+
+
+def _distinct(devices: Iterable[Device]) -> list[Device]:
+    """Distinct objects, by identity: clusters repeat the same device thousands of times."""
+    return list({id(device): device for device in devices}.values())

@@ -1,0 +1,180 @@
+"""Judges every strategy on a cluster and plans the fastest split that can be run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from outsize.cluster.topology import Cluster
+from outsize.cost.layout import Job, Layout
+from outsize.cost.precision import bytes_per_parameter
+from outsize.errors import DoesNotFitError, PlanError
+from outsize.model.profile import ModelProfile
+from outsize.plan.plan import STRATEGIES, Mesh, OptimizerSpec, Plan, Verdict
+from outsize.planner.build import build_plan, strategy_of
+from outsize.planner.checks import check_batch, check_mesh
+from outsize.planner.evaluate import Evaluator, Outcome
+from outsize.planner.stages import pinned_bounds
+from outsize.planner.verdicts import judge
+from outsize.strategies.base import RUNNABLE, Space, Strategy, layouts_on
+from outsize.strategies.combined import Combined
+from outsize.strategies.fully_sharded import FullySharded
+from outsize.strategies.mirrored import Mirrored
+from outsize.strategies.multi_worker_mirrored import MultiWorkerMirrored
+from outsize.strategies.parameter_server import ParameterServer
+from outsize.strategies.pipeline_parallel import PipelineParallel
+from outsize.strategies.tensor_parallel import TensorParallel
+from outsize.units import format_bytes
+
+__all__ = ["PlanningResult", "judge_strategies", "plan_job"]
+
+_STRATEGIES: tuple[Strategy, ...] = (
+    Mirrored(),
+    MultiWorkerMirrored(),
+    ParameterServer(),
+    FullySharded(),
+    PipelineParallel(),
+    TensorParallel(),
+    Combined(),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningResult:
+    """The plan chosen, a verdict on every strategy, and how far from the best the plan could be."""
+
+    best: Plan
+    verdicts: tuple[Verdict, ...]
+    optimality_gap: float  # (step time - lower bound over all layouts considered) ÷ step time
+    search_time_s: float
+    num_layouts: int
+
+
+def plan_job(  # noqa: PLR0913 - the job and the caller's wishes, all by keyword
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    optimizer: OptimizerSpec | None = None,
+    precision: str = "fp32",
+    strategy: str | None = None,
+    mesh: Mesh | None = None,
+    num_microbatches: int | None = None,
+    schedule: str = "1f1b",
+    cuts: Sequence[str] | None = None,
+    space: Space = RUNNABLE,
+) -> PlanningResult:
+    """Judge every strategy and return the fastest plan that ``space`` allows.
+
+    ``strategy``, ``mesh``, ``num_microbatches``, ``schedule`` and stage ``cuts`` (labels) may be forced.
+
+    Raises:
+        PlanError: what is forced is not legal for this model, batch or cluster.
+        DoesNotFitError: nothing (or not what is forced) fits; names the smallest change.
+    """
+    started = time.perf_counter()
+    job = Job(profile, cluster, global_batch, optimizer or OptimizerSpec(), precision)
+    bytes_per_parameter(precision, job.optimizer)
+    space = replace(space, num_microbatches=num_microbatches, schedule=schedule)
+    check_batch(job, num_microbatches)
+    if strategy is not None and strategy not in STRATEGIES:
+        raise PlanError(f"No strategy is called {strategy!r}.", attempt=", ".join(STRATEGIES))
+    bounds = None
+    if cuts is not None:
+        bounds = pinned_bounds(profile, cuts)
+        mesh = mesh or Mesh(pp=len(cuts) + 1)
+        if mesh.pp != len(cuts) + 1:
+            raise PlanError(f"{len(cuts)} cuts make {len(cuts) + 1} stages, the mesh has {mesh.pp}.")
+    if mesh is not None:
+        check_mesh(job, mesh, num_microbatches)
+    judged = judge_strategies(job, space)
+    verdicts = tuple(verdict for verdict, _ in judged)
+    outcome = _choose(job, space, judged, strategy, mesh, bounds)
+    if outcome.best is None:
+        raise _does_not_fit(job, verdicts, outcome, strategy)
+    estimate = outcome.best.estimate
+    gap = max(1 - outcome.lower_bound_s / estimate.step_time_s, 0.0)
+    plan = build_plan(job, outcome.best, strategy_of(outcome.best.layout.mesh, cluster), verdicts)
+    num_layouts = sum(each.num_layouts for _, each in judged)
+    return PlanningResult(plan, verdicts, gap, time.perf_counter() - started, num_layouts)
+
+
+def judge_strategies(job: Job, space: Space) -> list[tuple[Verdict, Outcome]]:
+    """Return the verdict on every strategy and the outcome of its search, in the order of STRATEGIES."""
+    evaluator = Evaluator(job, space.allows_recompute)
+    judged = []
+    for strategy in _STRATEGIES:
+        refusal = strategy.refusal(job)
+        layouts: Iterator[Layout] = iter(()) if refusal else strategy.layouts(job, space)
+        outcome = evaluator.search(layouts)
+        judged.append((judge(strategy, job, space, outcome, refusal), outcome))
+    return judged
+
+
+def _choose(
+    job: Job,
+    space: Space,
+    judged: list[tuple[Verdict, Outcome]],
+    strategy: str | None,
+    mesh: Mesh | None,
+    bounds: tuple[int, ...] | None,
+) -> Outcome:
+    """The outcome of what is forced, else of the fastest runnable strategy."""
+    if mesh is not None:
+        sharding = "none" if mesh.fsdp == 1 else "full"
+        evaluator = Evaluator(job, space.allows_recompute, bounds)
+        return evaluator.search(layouts_on(job, mesh, sharding, space))
+    outcomes = {
+        verdict.name: outcome
+        for verdict, outcome in judged
+        if strategy in {None, verdict.name} and (strategy or _is_runnable(outcome, space))
+    }
+    fitting = [outcome for outcome in outcomes.values() if outcome.best is not None]
+    if not fitting:
+        return next(iter(outcomes.values()), Outcome())
+    best = min(fitting, key=_preference)
+    floor = min(outcome.lower_bound_s for outcome in fitting)
+    return replace(best, lower_bound_s=floor)
+
+
+def _preference(outcome: Outcome) -> tuple[float, int]:
+    """Fastest first; of equals, the one with fewer devices."""
+    assert outcome.best is not None
+    return outcome.best.estimate.step_time_s, outcome.best.layout.mesh.world_size
+
+
+def _is_runnable(outcome: Outcome, space: Space) -> bool:
+    if outcome.best is None:
+        return False
+    layout = outcome.best.layout
+    axes = {axis for axis, degree in layout.mesh.degrees.items() if degree > 1}
+    return axes <= set(space.axes) and layout.state_sharding in space.state_shardings
+
+
+def _does_not_fit(
+    job: Job, verdicts: tuple[Verdict, ...], outcome: Outcome, strategy: str | None
+) -> DoesNotFitError:
+    available = format_bytes(job.cluster.weakest_device().memory_bytes)
+    by_name = {verdict.name: verdict for verdict in verdicts}
+    if strategy is not None:
+        verdict = by_name[strategy]
+        return DoesNotFitError(
+            f"{strategy} does not fit devices of {available}.",
+            why=verdict.reason,
+            attempt=verdict.smallest_change,
+        )
+    if outcome.nearest is not None:
+        needed = format_bytes(outcome.nearest.estimate.peak_memory_bytes)
+        return DoesNotFitError(
+            "The mesh asked for does not fit.", why=f"a device needs {needed} of {available}"
+        )
+    splitting = [
+        v for v in verdicts if v.needed_bytes and v.name not in {"mirrored", "multi_worker_mirrored"}
+    ]
+    nearest = min(splitting or verdicts, key=lambda verdict: verdict.needed_bytes)
+    return DoesNotFitError(
+        f"No strategy fits {job.cluster.num_devices} devices of {available}.",
+        why=f"{nearest.name} comes nearest and needs {format_bytes(nearest.needed_bytes)}: {nearest.reason}",
+        attempt=nearest.smallest_change,
+    )

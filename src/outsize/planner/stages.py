@@ -1,0 +1,297 @@
+"""Cuts the blocks into stages by dynamic programming over boundaries.
+
+A stage from boundary i to boundary j costs C_s[i, j] seconds a micro-batch (infinite where it does not fit
+rank s, or where no cut is legal); what it must recompute to fit is part of the cost. Of all ways to walk
+from boundary 0 to n in p steps we want the least
+
+    (m - 1) · max C  +  Σ C           the pipeline's time, see `outsize.cost.step`
+
+so: find the least possible maximum, then the least sum under that maximum, then try looser maxima as long
+as they could still win. This is exact, for any chain of blocks and unequal devices.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.cost.blocks import BlockCosts
+from outsize.cost.layout import Assignment, Job, Layout
+from outsize.cost.memory import BUCKET_BYTES, estimate_stage_memory
+from outsize.cost.precision import bytes_per_parameter
+from outsize.cost.step import recompute_s, stage_devices, stage_link
+from outsize.errors import PlanError
+from outsize.model.profile import ModelProfile
+
+__all__ = ["StageCuts", "cut_stages", "legal_boundaries", "pinned_bounds"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StageCuts:
+    """The cuts found; ``fits`` is False where even recomputing everything exceeds a device."""
+
+    assignment: Assignment
+    fits: bool
+
+
+def legal_boundaries(profile: ModelProfile) -> list[int]:
+    """Return the indices of blocks before which a cut is legal, 0 and the end included."""
+    inner = [index for index, block in enumerate(profile.blocks) if index and block.cut_label]
+    return [0, *inner, len(profile.blocks)]
+
+
+def pinned_bounds(profile: ModelProfile, cuts: Sequence[str]) -> tuple[int, ...]:
+    """Return the bounds of stages that begin at the blocks whose cuts are labelled ``cuts``.
+
+    Raises:
+        PlanError: a label is no legal cut, or the labels are not in the order of the model.
+    """
+    labels = {block.cut_label: index for index, block in enumerate(profile.blocks) if block.cut_label}
+    for cut in cuts:
+        if cut not in labels:
+            known = ", ".join(list(labels)[:8]) + (" …" if len(labels) > 8 else "")
+            raise PlanError(f"The model cannot be cut at {cut!r}.", attempt=f"one of {known}")
+    bounds = (0, *(labels[cut] for cut in cuts), len(profile.blocks))
+    if list(bounds) != sorted(set(bounds)):
+        raise PlanError("The stage cuts are not in the model's order.", why=", ".join(cuts))
+    return bounds
+
+
+def cut_stages(
+    job: Job,
+    layout: Layout,
+    costs: BlockCosts,
+    *,
+    recompute: bool = True,
+    bounds: tuple[int, ...] | None = None,
+) -> StageCuts | None:
+    """Return the best cuts for ``layout``; None where there are fewer blocks than chunks.
+
+    ``recompute`` allows recomputation to save memory; ``bounds`` pins the cuts.
+    """
+    legal = legal_boundaries(job.profile)
+    if bounds is None and len(legal) - 1 < layout.num_chunks:
+        return None
+    if bounds is None and layout.num_virtual_stages > 1:
+        bounds = _balanced_bounds(costs, legal, layout.num_chunks)
+    if bounds is None:
+        tables = _StageTables(job, layout, costs, recompute=recompute)
+        bounds = _walk(tables.cost(legal), layout.num_microbatches, legal)
+        if bounds is None:  # does not fit: show the cuts that come nearest
+            bounds = _balanced_bounds(costs, legal, layout.num_chunks)
+    return _fill(job, layout, costs, bounds, recompute=recompute)
+
+
+class _StageTables:
+    """Cost of every range of blocks on every rank, by prefix sums."""
+
+    def __init__(self, job: Job, layout: Layout, costs: BlockCosts, *, recompute: bool) -> None:
+        self.job, self.layout, self.costs, self.recompute = job, layout, costs, recompute
+        self.per = bytes_per_parameter(job.precision, job.optimizer)
+
+    def cost(self, legal: list[int]) -> Array:
+        """Array (ranks, boundaries, boundaries) of seconds, infinite where a stage cannot be."""
+        layout, job, costs = self.layout, self.job, self.costs
+        pick = np.ix_(legal, legal)
+        mode = layout.base_recompute
+        extra = np.array([recompute_s(costs, block, mode) for block in range(len(costs.blocks))])
+        compute = _ranges(costs.forward_s + costs.backward_s + extra)[pick]
+        other = _ranges(2 * costs.communication_s)[pick] + self._send_s()[pick]
+        full_s = _ranges(costs.full_s - extra)[pick]
+        state = self._state_bytes()[pick]
+        kept = _ranges(self._base_saved())[pick]
+        least = _ranges(np.minimum(costs.full_saved_bytes, self._base_saved()))[pick]
+        temporary, recomputed_temporary = (table[pick] for table in self._temporaries())
+        order = np.subtract.outer(np.arange(len(legal)), np.arange(len(legal))) >= 0
+        result = np.empty((layout.mesh.pp, len(legal), len(legal)))
+        reference = job.cluster.weakest_device().rate(job.precision)
+        for stage, device in enumerate(stage_devices(job, layout)):
+            room = device.memory_bytes - job.cluster.weakest_device().reserve_bytes - state
+            in_flight = layout.in_flight(stage)
+            slower = reference / device.rate(job.precision)
+            time = compute * slower + other
+            short = kept * in_flight + temporary - room
+            can_save = (kept - least) * in_flight
+            again = short + recomputed_temporary - temporary
+            with np.errstate(divide="ignore", invalid="ignore"):
+                share = np.where(can_save > 0, again / can_save, np.inf)
+            rounded = self._whole_blocks(share, legal)
+            time = np.where(short > 0, time + rounded * full_s * slower, time)
+            impossible = (short > 0) & ((share > 1) | (not self.recompute))
+            result[stage] = np.where(impossible | order, np.inf, time)
+        return result
+
+    def _whole_blocks(self, share: Array, legal: list[int]) -> Array:
+        """Round the share of recomputed blocks up to a whole number of blocks that save anything."""
+        saves = (self._base_saved() > self.costs.full_saved_bytes).astype(float)
+        count = np.maximum(_ranges(saves)[np.ix_(legal, legal)], 1)
+        return np.minimum(np.ceil(np.minimum(share, 2) * count - 1e-9) / count, 2)
+
+    def _base_saved(self) -> Array:
+        if self.layout.base_recompute == "selective":
+            return self.costs.selective_saved_bytes
+        return self.costs.full_saved_bytes if self.layout.base_recompute == "full" else self.costs.saved_bytes
+
+    def _send_s(self) -> Array:
+        """Seconds a stage takes to receive its input and send back its gradient, by first block."""
+        size = len(self.costs.blocks) + 1
+        sends = np.zeros((size, size))
+        if self.layout.mesh.pp > 1:
+            link = stage_link(self.job, self.layout)
+            received = self.costs.output_bytes[:-1] / link.bandwidth_bytes_per_s + link.latency_s
+            sends[1:-1, :] = 2 * received[:, None]
+        return sends
+
+    def _state_bytes(self) -> Array:
+        """Parameters, gradients, optimizer states, buffers and communication buffers of each range."""
+        costs, layout, per = self.costs, self.layout, self.per
+        tied = self._tied()
+        held, trained = _ranges(costs.parameters) + tied, _ranges(costs.trainable) + tied
+        largest = _range_max(costs.parameters)
+        shards = layout.mesh.fsdp
+        parameters, gradients = held * per.parameter, trained * per.gradient
+        if shards > 1 and layout.state_sharding in {"gradients", "full"}:
+            gradients = gradients / shards + largest * per.gradient
+        if shards > 1 and layout.state_sharding == "full":
+            parameters = parameters / shards + 2 * largest * per.parameter
+        buckets = np.minimum(2.0 * BUCKET_BYTES, gradients) if layout.num_replicas > 1 else 0.0
+        received = np.concatenate([[0.0], costs.output_bytes[:-1], [0.0]])
+        sent = np.concatenate([[0.0], costs.output_bytes[:-1], [0.0]])
+        buffers = _ranges(costs.buffer_bytes) + 2 * (received[:, None] + sent[None, :])
+        states = 0.0 if layout.state_sharding == "servers" else trained * per.optimizer_state / shards
+        result: Array = parameters + gradients + states + buckets + buffers
+        return result
+
+    def _tied(self) -> Array:
+        size = len(self.costs.blocks) + 1
+        extra = np.zeros((size, size))
+        for block, owner in enumerate(self.costs.owners):
+            if owner != block:
+                extra[owner + 1 : block + 1, block + 1 :] += self.costs.tied_parameters[block]
+        return extra
+
+    def _temporaries(self) -> tuple[Array, Array]:
+        """Highest temporary memory of each range, without and with full recomputation."""
+        base = self.costs.temporary_bytes + np.maximum(self.costs.saved_bytes - self._base_saved(), 0)
+        again = self.costs.temporary_bytes + np.maximum(
+            self.costs.saved_bytes - self.costs.full_saved_bytes, 0
+        )
+        return _range_max(base), _range_max(np.maximum(base, again))
+
+
+def _ranges(values: Array) -> Array:
+    """Array whose [i, j] is the sum of values i up to j."""
+    prefix = np.concatenate([[0.0], np.cumsum(values)])
+    sums: Array = prefix[None, :] - prefix[:, None]
+    return sums
+
+
+def _range_max(values: Array) -> Array:
+    """Array whose [i, j] is the largest of values i up to j."""
+    size = len(values)
+    result = np.zeros((size + 1, size + 1))
+    for first in range(size):
+        result[first, first + 1 :] = np.maximum.accumulate(values[first:])
+    return result
+
+
+def _walk(cost: Array, num_microbatches: int, legal: list[int]) -> tuple[int, ...] | None:
+    """Boundaries of the walk with the least pipeline time, or None if no walk is possible."""
+    bottleneck = _least_maximum(cost)
+    if not math.isfinite(bottleneck):
+        return None
+    best_time, best_path = math.inf, None
+    floor_sum, _ = _least_sum(cost, math.inf)
+    while math.isfinite(bottleneck) and (num_microbatches - 1) * bottleneck + floor_sum < best_time:
+        total, path = _least_sum(cost, bottleneck)
+        time = (num_microbatches - 1) * bottleneck + total
+        if time < best_time * (1 - 1e-12):
+            best_time, best_path = time, path
+        looser = cost[(cost > bottleneck) & np.isfinite(cost)]
+        bottleneck = float(looser.min()) if looser.size else math.inf
+    assert best_path is not None
+    return tuple(legal[index] for index in best_path)
+
+
+def _least_maximum(cost: Array) -> float:
+    reach = np.full(cost.shape[1], np.inf)
+    reach[0] = 0.0
+    for table in cost:
+        reach = np.maximum(reach[:, None], table).min(axis=0)
+    return float(reach[-1])
+
+
+def _least_sum(cost: Array, bottleneck: float) -> tuple[float, list[int]]:
+    """Least sum of a walk whose every step is at most ``bottleneck``, and its boundaries."""
+    reach = np.full(cost.shape[1], np.inf)
+    reach[0] = 0.0
+    parents = []
+    for table in cost:
+        sums = reach[:, None] + np.where(table <= bottleneck, table, np.inf)
+        parents.append(sums.argmin(axis=0))
+        reach = sums.min(axis=0)
+    path = [cost.shape[1] - 1]
+    for parent in reversed(parents):
+        path.append(int(parent[path[-1]]))
+    return float(reach[-1]), path[::-1]
+
+
+def _balanced_bounds(costs: BlockCosts, legal: list[int], num_chunks: int) -> tuple[int, ...]:
+    """Bounds that balance time over the chunks, whatever the memory."""
+    times = _ranges(costs.step_s)[np.ix_(legal, legal)]
+    times[np.tril_indices(len(legal))] = np.inf
+    path = _least_sum(
+        np.repeat(times[None], num_chunks, axis=0), _least_maximum(np.repeat(times[None], num_chunks, axis=0))
+    )[1]
+    return tuple(legal[index] for index in path)
+
+
+def _fill(
+    job: Job, layout: Layout, costs: BlockCosts, bounds: tuple[int, ...], *, recompute: bool
+) -> StageCuts:
+    """Choose what each rank recomputes: as little time as frees enough memory."""
+    modes = [layout.base_recompute] * len(costs.blocks)
+    fits = True
+    for stage, device in enumerate(stage_devices(job, layout)):
+        order = _recompute_order(layout, costs, bounds, stage) if recompute else []
+
+        def short(
+            count: int,
+            stage: int = stage,
+            order: list[int] = order,
+            memory_bytes: int = device.memory_bytes,
+        ) -> float:
+            """Bytes missing when the first ``count`` blocks of ``order`` are recomputed."""
+            trial = list(modes)
+            for block in order[:count]:
+                trial[block] = "full"
+            memory = estimate_stage_memory(job, layout, costs, Assignment(bounds, tuple(trial)), stage)
+            return sum(memory.values()) - memory_bytes
+
+        count = 0
+        if short(0) > 0 and order:
+            enough = bisect_left(range(len(order)), x=True, key=lambda index: short(index + 1) <= 0)
+            count = min(enough + 1, len(order))
+        for block in order[:count]:
+            modes[block] = "full"
+        fits = fits and short(count) <= 0
+    return StageCuts(Assignment(bounds, tuple(modes)), fits)
+
+
+def _recompute_order(layout: Layout, costs: BlockCosts, bounds: tuple[int, ...], stage: int) -> list[int]:
+    """Blocks of a rank that recomputation frees memory of, cheapest byte first."""
+    blocks = [block for chunk in layout.chunks_of(stage) for block in range(bounds[chunk], bounds[chunk + 1])]
+    saving = [block for block in blocks if costs.full_saved_bytes[block] < costs.saved_bytes[block]]
+    return sorted(saving, key=lambda block: _seconds_per_byte(costs, block))
+
+
+def _seconds_per_byte(costs: BlockCosts, block: int) -> float:
+    saving = costs.saved_bytes[block] - costs.full_saved_bytes[block]
+    return float(costs.full_s[block] / saving) if saving > 0 else math.inf
