@@ -26,7 +26,7 @@ def plan_from_json(values: Any, *, source: str = "the plan") -> Plan:
     Raises:
         PlanError: another format version, or a field is missing, unknown or of the wrong type.
     """
-    from pydantic import ConfigDict, TypeAdapter, ValidationError  # slow to import
+    from pydantic import TypeAdapter, ValidationError  # slow to import
 
     if not isinstance(values, dict) or "format_version" not in values:
         raise PlanError(f"{source} is not a plan.", why="it has no format_version")
@@ -41,7 +41,7 @@ def plan_from_json(values: Any, *, source: str = "the plan") -> Plan:
     if unknown:
         raise PlanError(f"{source} has unknown fields.", why=", ".join(sorted(unknown)))
     try:
-        return TypeAdapter(Plan, config=ConfigDict(strict=False)).validate_python(fields)
+        return TypeAdapter(Plan).validate_python(fields)
     except ValidationError as error:
         fault = error.errors()[0]
         place = ".".join(str(part) for part in fault["loc"])
