@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from helpers.profiles import chain_profile
 
+from helpers.profiles import chain_profile
 from outsize.cluster.argument import parse_cluster
 from outsize.errors import PlanError
 from outsize.plan.files import load_plan, plan_from_json, plan_to_json, save_plan
@@ -38,7 +38,9 @@ def test_a_wrong_plan_is_refused_by_field(plan, change, part) -> None:
         plan_from_json({**plan_to_json(plan), **change})
 
 
-@pytest.mark.parametrize(("text", "part"), [("{", "not JSON"), ("[]", "not a plan"), (None, "cannot be read")])
+@pytest.mark.parametrize(
+    ("text", "part"), [("{", "not JSON"), ("[]", "not a plan"), (None, "cannot be read")]
+)
 def test_what_is_no_plan_is_refused(tmp_path, text, part) -> None:
     """Missing files, broken JSON and other JSON each give one message."""
     path = tmp_path / "plan.json"
