@@ -75,8 +75,8 @@ class Cluster:
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Whether all machines hold the same number of the same device."""
-        return len(set(map(_machine_key, self.machines))) == 1
+        """Whether all machines hold the same devices behind the same link."""
+        return len(self._distinct_machines) == 1
 
     @cached_property
     def _first_ranks(self) -> list[int]:
@@ -104,17 +104,27 @@ class Cluster:
             is_emulated=any(device.is_emulated for device in devices),
         )
 
+    @cached_property
+    def _spans(self) -> dict[tuple[int, int, int], Span]:
+        return {}
+
     def span(self, stride: int, degree: int, *, world_size: int | None = None) -> Span:
         """Return the worst span of the groups ``{first + stride * i}`` within ``world_size`` ranks."""
+        world_size = min(world_size or self.num_devices, self.num_devices)
+        key = (stride, degree, world_size)
+        if key not in self._spans:
+            self._spans[key] = self._make_span(*key)
+        return self._spans[key]
+
+    def _make_span(self, stride: int, degree: int, world_size: int) -> Span:
         per_machine, num_machines, used = self._worst_placement(stride, degree, world_size)
-        machines = self.machines[:used]
-        inside = min((machine.link for machine in machines), key=lambda link: link.bandwidth_bytes_per_s)
+        links = {machine.link for machine in self.machines[:used]}
+        inside = min(links, key=lambda link: link.bandwidth_bytes_per_s)
         across = self._network_for(num_machines, stride) if num_machines > 1 else None
         return Span(per_machine, num_machines, inside, across)
 
-    def _worst_placement(self, stride: int, degree: int, world_size: int | None) -> tuple[int, int, int]:
+    def _worst_placement(self, stride: int, degree: int, world_size: int) -> tuple[int, int, int]:
         """(members a machine, machines, machines in use), for the group that crosses most machines."""
-        world_size = min(world_size or self.num_devices, self.num_devices)
         used = self.machine_of(world_size - 1) + 1
         sizes = {len(machine.devices) for machine in self.machines[:used]}
         size = min(sizes)
@@ -144,7 +154,18 @@ class Cluster:
         bandwidth = self.network.bandwidth_bytes_per_s / self.oversubscription
         return Link(self.network.kind, bandwidth, self.network.latency_s)
 
-    @property
+    @cached_property
+    def distinct_devices(self) -> tuple[Device, ...]:
+        """The devices without repeats."""
+        keys = dict.fromkeys(key for machine in self._distinct_machines for key in machine[0])
+        return tuple(key.device for key in keys)
+
+    @cached_property
+    def _distinct_machines(self) -> list[tuple[tuple[_DeviceKey, ...], Link, int | None]]:
+        by_identity = {id(machine): machine for machine in self.machines}
+        return list(dict.fromkeys(map(_machine_key, by_identity.values())))
+
+    @cached_property
     def shared_cores(self) -> int | None:
         """Cores that all (emulated) devices share; None for real devices."""
         cores = [machine.num_cores for machine in self.machines if machine.num_cores is not None]

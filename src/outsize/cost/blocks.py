@@ -5,6 +5,7 @@ Identical blocks are costed once; sums over ranges of blocks are differences of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -17,6 +18,7 @@ from outsize.cost.compute import Shards, efficiency_of, estimate_block_s
 from outsize.cost.layout import Job, Layout
 from outsize.cost.precision import element_bytes
 from outsize.model.profile import Amount, BlockProfile
+from outsize.plan.plan import AXES
 
 __all__ = ["BlockCost", "BlockCosts", "estimate_block_costs", "splits"]
 
@@ -67,6 +69,21 @@ class BlockCosts:
         return self.forward_s + self.backward_s + 2 * self.communication_s
 
     @cached_property
+    def whole_step_s(self) -> float:
+        """Seconds of one micro-batch through all blocks."""
+        return float(self.step_s.sum())
+
+    @cached_property
+    def whole_parameters(self) -> float:
+        """Parameters of all blocks on one device."""
+        return float(self.parameters.sum())
+
+    @cached_property
+    def whole_trainable(self) -> float:
+        """Trainable parameters of all blocks on one device."""
+        return float(self.trainable.sum())
+
+    @cached_property
     def owners(self) -> tuple[int, ...]:
         """For each block the first block that holds its tied parameters (itself if none are tied)."""
         first: dict[str, int] = {}
@@ -95,10 +112,10 @@ def splits(block: BlockProfile, degree: int) -> bool:
 
 def estimate_block_costs(job: Job, layout: Layout) -> BlockCosts:
     """Return the cost of each block under ``layout``'s degrees and micro-batch size."""
-    by_kind: dict[tuple[str, int, int], BlockCost] = {}
+    by_kind: dict[tuple[str, int], BlockCost] = {}
     rows = []
     for block in job.profile.blocks:
-        key = (block.kind or block.name, block.num_parameters, id(block.operators))
+        key = (block.kind or block.name, block.num_parameters)
         if key not in by_kind:
             by_kind[key] = _block_cost(block, job, layout)
         rows.append(by_kind[key])
@@ -171,8 +188,7 @@ def _communication_s(block: BlockProfile, job: Job, layout: Layout, tensor: int,
 
 def mesh_stride(layout: Layout, axis: str) -> int:
     """Distance in ranks between neighbours on ``axis``."""
-    ranks = layout.mesh.ranks_along(axis, 0)
-    return ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return math.prod(getattr(layout.mesh, inner) for inner in AXES[AXES.index(axis) + 1 :])
 
 
 def axis_span(job: Job, stride: int, degree: int) -> Span:

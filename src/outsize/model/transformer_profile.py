@@ -7,7 +7,7 @@ grouped heads and experts are counted the same way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from outsize.model.profile import Amount, BlockProfile, ModelProfile, OperatorProfile
@@ -100,17 +100,23 @@ def _elementwise(tokens: float, bytes_per_token: float, split: str) -> OperatorP
 def transformer_profile(config: TransformerConfig, sequence: int | None = None) -> ModelProfile:
     """Return the profile of ``config`` for samples of ``sequence`` tokens (default: the config's own)."""
     tokens = sequence or config.sequence
-    blocks = [_embedding(config, tokens)]
-    for index in range(config.num_encoder_layers):
-        blocks.append(_layer(config, tokens, f"encoder.{index}", has_experts=False, crosses=False))
+    crosses = config.num_encoder_layers > 0
+    encoder = _layer(config, tokens, "encoder", has_experts=False, crosses=False)
+    dense = _layer(config, tokens, "layers", has_experts=False, crosses=crosses)
+    mixed = (
+        _layer(config, tokens, "layers", has_experts=True, crosses=crosses) if config.num_experts else dense
+    )
+    layers = [_named(encoder, f"encoder.{index}") for index in range(config.num_encoder_layers)]
     for index in range(config.num_layers):
-        has_experts = config.num_experts > 0 and index >= config.num_dense_layers
-        crosses = config.num_encoder_layers > 0
-        blocks.append(_layer(config, tokens, f"layers.{index}", has_experts=has_experts, crosses=crosses))
-    blocks.append(_head(config, tokens))
+        layers.append(_named(dense if index < config.num_dense_layers else mixed, f"layers.{index}"))
+    blocks = [_embedding(config, tokens), *layers, _head(config, tokens)]
     return ModelProfile(
         config.name, tuple(blocks), tokens_per_sample=tokens, rung="formulas", bytes_per_element=ELEMENT
     )
+
+
+def _named(layer: BlockProfile, name: str) -> BlockProfile:
+    return replace(layer, name=name, cut_label=name, parameter_names=(f"{name}.weight",))
 
 
 def _attention(config: TransformerConfig, tokens: int, *, is_causal: bool) -> _Part:
@@ -252,8 +258,6 @@ def _layer(
         recompute_input_bytes=Amount(ELEMENT * tokens * h),
         temporary_bytes=Amount(2.0 * ELEMENT * tokens * max(part.widest for part in parts)),
         output_bytes=Amount(ELEMENT * tokens * h * (2 if crosses else 1)),
-        cut_label=name,
-        parameter_names=(f"{name}.weight",),
         shardable_parameter_fraction=1 - norms / parameters,
         shardable_activation_fraction=(split + scores) / (whole + split + scores),
         shardable_flops_fraction=1.0,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from outsize.cluster.device import Device
 from outsize.cost.blocks import BlockCosts, estimate_block_costs
 from outsize.cost.layout import Assignment, Job, Layout
-from outsize.cost.precision import bytes_per_parameter
-from outsize.cost.step import StepEstimate, estimate_step, stage_devices
+from outsize.cost.precision import BytesPerParameter, bytes_per_parameter
+from outsize.cost.step import StepEstimate, estimate_step
 from outsize.planner.stages import cut_stages
 
 __all__ = ["Evaluated", "Evaluator", "Outcome"]
 
-_NUM_NEAREST = 24  # layouts looked at closely when none fits, to show what comes nearest
+_NUM_NEAREST = 8  # layouts looked at closely when none fits, to show what comes nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,38 +71,41 @@ class Evaluator:
 
     def lower_bound_s(self, layout: Layout) -> float:
         """Seconds that no cut of this layout can beat: perfect balance, nothing recomputed or sent."""
-        whole = float(self.costs(layout).step_s.sum())
-        fastest = self._speed_up(layout)
+        whole = self.costs(layout).whole_step_s
         pace = whole / layout.mesh.pp
         passes = layout.num_microbatches * pace + (whole - pace) / layout.num_virtual_stages
-        return passes * self.job.software_factor / fastest
+        return passes * self.job.software_factor / self._fastest_over_weakest
 
-    def _speed_up(self, layout: Layout) -> float:
-        """How much faster the fastest stage's device is than the weakest."""
-        rates = [device.rate(self.job.precision) for device in _distinct(stage_devices(self.job, layout))]
-        return max(rates) / self.job.cluster.weakest_device().rate(self.job.precision)
+    @cached_property
+    def _fastest_over_weakest(self) -> float:
+        cluster, precision = self.job.cluster, self.job.precision
+        fastest = max(device.rate(precision) for device in cluster.distinct_devices)
+        return fastest / cluster.weakest_device().rate(precision)
 
     def least_bytes(self, layout: Layout) -> float:
         """Bytes that some device needs at least, whatever the cuts: the mean state of the stages."""
-        costs = self.costs(layout)
-        per = bytes_per_parameter(self.job.precision, self.job.optimizer)
-        shards = {"none": (1, 1, 1), "servers": (1, 1, math.inf)}.get(layout.state_sharding)
-        if shards is None:
-            f = layout.mesh.fsdp
-            level = layout.state_sharding
-            shards = (f if level == "full" else 1, 1 if level == "optimizer_states" else f, f)
-        parameters = float(costs.parameters.sum()) / layout.mesh.pp
-        trainable = float(costs.trainable.sum()) / layout.mesh.pp
-        states = trainable * per.optimizer_state / shards[2]
-        reserve = self.job.cluster.weakest_device().reserve_bytes
-        return (
-            parameters * per.parameter / shards[0] + trainable * per.gradient / shards[1] + states + reserve
-        )
+        costs, per = self.costs(layout), self._bytes_per_parameter
+        level, shards = layout.state_sharding, layout.mesh.fsdp
+        parameters = per.parameter / (shards if level == "full" else 1)
+        gradients = per.gradient / (shards if level in {"gradients", "full"} else 1)
+        states = 0.0 if level == "servers" else per.optimizer_state / shards
+        held = costs.whole_parameters * parameters + costs.whole_trainable * (gradients + states)
+        return held / layout.mesh.pp + self.job.cluster.weakest_device().reserve_bytes
+
+    @cached_property
+    def _bytes_per_parameter(self) -> BytesPerParameter:
+        return bytes_per_parameter(self.job.precision, self.job.optimizer)
+
+    def fits_any(self, layouts: Iterable[Layout]) -> bool:
+        """Whether some layout fits; the ones that need least are tried first."""
+        likely = sorted(layouts, key=self.least_bytes)
+        found = (self.evaluate(layout) for layout in likely[:_NUM_NEAREST])
+        return any(each is not None and each.fits for each in found)
 
     def search(self, layouts: Iterable[Layout]) -> Outcome:
         """Return the fastest layout that fits; evaluates only those that could still win."""
         outcome = Outcome()
-        largest = max(device.memory_bytes for device in _distinct(self.job.cluster.devices))
+        largest = max(device.memory_bytes for device in self.job.cluster.distinct_devices)
         ordered, hopeless = [], []
         for layout in layouts:
             outcome.num_layouts += 1
@@ -139,8 +142,3 @@ class Evaluator:
         closest = sorted(layouts, key=self.least_bytes)[:_NUM_NEAREST]
         found = [each for each in map(self.evaluate, closest) if each is not None]
         return min(found, key=lambda each: each.estimate.peak_memory_bytes, default=None)
-
-
-def _distinct(devices: Iterable[Device]) -> list[Device]:
-    """Distinct objects, by identity: clusters repeat the same device thousands of times."""
-    return list({id(device): device for device in devices}.values())

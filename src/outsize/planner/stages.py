@@ -13,7 +13,6 @@ as they could still win. This is exact, for any chain of blocks and unequal devi
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 
 from outsize.cost.blocks import BlockCosts
 from outsize.cost.layout import Assignment, Job, Layout
-from outsize.cost.memory import BUCKET_BYTES, estimate_stage_memory
+from outsize.cost.memory import BUCKET_BYTES, block_temporary_bytes, estimate_stage_memory, saved_bytes
 from outsize.cost.precision import bytes_per_parameter
 from outsize.cost.step import recompute_s, stage_devices, stage_link
 from outsize.errors import PlanError
@@ -247,9 +246,8 @@ def _balanced_bounds(costs: BlockCosts, legal: list[int], num_chunks: int) -> tu
     """Bounds that balance time over the chunks, whatever the memory."""
     times = _ranges(costs.step_s)[np.ix_(legal, legal)]
     times[np.tril_indices(len(legal))] = np.inf
-    path = _least_sum(
-        np.repeat(times[None], num_chunks, axis=0), _least_maximum(np.repeat(times[None], num_chunks, axis=0))
-    )[1]
+    tables = np.broadcast_to(times, (num_chunks, *times.shape))
+    path = _least_sum(tables, _least_maximum(tables))[1]
     return tuple(legal[index] for index in path)
 
 
@@ -260,35 +258,27 @@ def _fill(
     modes = [layout.base_recompute] * len(costs.blocks)
     fits = True
     for stage, device in enumerate(stage_devices(job, layout)):
-        order = _recompute_order(layout, costs, bounds, stage) if recompute else []
-
-        def short(
-            count: int,
-            stage: int = stage,
-            order: list[int] = order,
-            memory_bytes: int = device.memory_bytes,
-        ) -> float:
-            """Bytes missing when the first ``count`` blocks of ``order`` are recomputed."""
-            trial = list(modes)
-            for block in order[:count]:
-                trial[block] = "full"
-            memory = estimate_stage_memory(job, layout, costs, Assignment(bounds, tuple(trial)), stage)
-            return sum(memory.values()) - memory_bytes
-
-        count = 0
-        if short(0) > 0 and order:
-            enough = bisect_left(range(len(order)), x=True, key=lambda index: short(index + 1) <= 0)
-            count = min(enough + 1, len(order))
-        for block in order[:count]:
+        memory = estimate_stage_memory(job, layout, costs, Assignment(bounds, tuple(modes)), stage)
+        short = sum(memory.values()) - device.memory_bytes
+        order = _recompute_order(layout, costs, bounds, stage) if recompute and short > 0 else []
+        held = memory["temporaries"]
+        for block in order:
+            if short <= 0:
+                break
+            saving = saved_bytes(costs, block, modes[block]) - saved_bytes(costs, block, "full")
             modes[block] = "full"
-        fits = fits and short(count) <= 0
+            temporary = max(held, block_temporary_bytes(costs, block, "full"))
+            short += temporary - held - saving * layout.in_flight(stage)
+            held = round(temporary)
+        fits = fits and short <= 0
     return StageCuts(Assignment(bounds, tuple(modes)), fits)
 
 
 def _recompute_order(layout: Layout, costs: BlockCosts, bounds: tuple[int, ...], stage: int) -> list[int]:
     """Blocks of a rank that recomputation frees memory of, cheapest byte first."""
     blocks = [block for chunk in layout.chunks_of(stage) for block in range(bounds[chunk], bounds[chunk + 1])]
-    saving = [block for block in blocks if costs.full_saved_bytes[block] < costs.saved_bytes[block]]
+    base = layout.base_recompute
+    saving = [block for block in blocks if costs.full_saved_bytes[block] < saved_bytes(costs, block, base)]
     return sorted(saving, key=lambda block: _seconds_per_byte(costs, block))
 
 

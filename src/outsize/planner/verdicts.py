@@ -178,16 +178,14 @@ def _smallest_change(strategy: Strategy, job: Job, space: Space, shown: Evaluate
 def _enough_devices(strategy: Strategy, job: Job, space: Space) -> int | None:
     """The fewest devices of the same kind on which the strategy fits, up to 16 times as many."""
     num: int = job.cluster.num_devices
-    step = 1 if num <= 8 else num
-    counts: list[int] = [*range(num + 1, 2 * num + 1, step), 3 * num, 4 * num, 8 * num, 16 * num]
+    few = range(num + 1, 2 * num) if num < 8 else ()
+    counts: list[int] = [*few, *(factor * num for factor in (2, 3, 4, 8, 16))]
     for count in counts:
         larger = replace(job, cluster=_enlarged(job.cluster, count))
         if strategy.refusal(larger) is not None:
             continue
-        outcome = Evaluator(larger, space.allows_recompute).search(
-            layout for layout in strategy.layouts(larger, space) if layout.mesh.world_size == count
-        )
-        if outcome.best is not None:
+        layouts = (each for each in strategy.layouts(larger, space) if each.mesh.world_size == count)
+        if Evaluator(larger, space.allows_recompute).fits_any(layouts):
             return count
     return None
 

@@ -79,8 +79,9 @@ def layouts_on(job: Job, mesh: Mesh, state_sharding: str, space: Space) -> Itera
 def _microbatch_sizes(per_replica: int, num_microbatches: int | None) -> list[int]:
     if num_microbatches is not None:
         return [per_replica // num_microbatches] if per_replica % num_microbatches == 0 else []
-    limit = min(per_replica, MAX_MICROBATCH_SIZE)
-    return [size for size in range(1, limit + 1) if per_replica % size == 0]
+    powers = [2**power for power in range(MAX_MICROBATCH_SIZE.bit_length())]
+    sizes = {size for size in [*powers, *range(1, 17)] if per_replica % size == 0}
+    return sorted(sizes | {per_replica} if per_replica <= MAX_MICROBATCH_SIZE else sizes)
 
 
 def world_sizes(num_devices: int) -> list[int]:

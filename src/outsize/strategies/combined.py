@@ -40,7 +40,8 @@ class Combined(Strategy):
 def _factorings(job: Job, num_devices: int, space: Space) -> Iterator[Mesh]:
     """Yield pp x dp x tp x ep of exactly ``num_devices``."""
     most_stages = max_stages(job)
-    for tp in (1, *tensor_degrees(job.profile, num_devices)):
+    fast = max(len(machine.devices) for machine in job.cluster.machines)
+    for tp in (1, *tensor_degrees(job.profile, min(num_devices, 2 * fast))):
         for ep in (1, *_expert_degrees(job, num_devices, space)):
             if num_devices % (tp * ep):
                 continue
