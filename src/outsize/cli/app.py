@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from outsize.cli.plan import plan
 from outsize.errors import OutsizeError
 
 __all__ = ["app", "main"]
@@ -18,6 +19,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command()(plan)
+
+
+@app.callback()
+def _outsize() -> None:
+    """Train a PyTorch model that does not fit on one device: which technique, how to split, and run it."""
 
 
 def main() -> None:

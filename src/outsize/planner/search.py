@@ -27,7 +27,7 @@ from outsize.strategies.pipeline_parallel import PipelineParallel
 from outsize.strategies.tensor_parallel import TensorParallel
 from outsize.units import format_bytes
 
-__all__ = ["PlanningResult", "judge_strategies", "plan_job"]
+__all__ = ["NothingFitsError", "PlanningResult", "judge_strategies", "plan_job"]
 
 _STRATEGIES: tuple[Strategy, ...] = (
     Mirrored(),
@@ -38,6 +38,12 @@ _STRATEGIES: tuple[Strategy, ...] = (
     TensorParallel(),
     Combined(),
 )
+
+
+class NothingFitsError(DoesNotFitError):
+    """Nothing (or not what was forced) fits; ``verdicts`` say why for every strategy."""
+
+    verdicts: tuple[Verdict, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ def plan_job(  # noqa: PLR0913 - the job and the caller's wishes, all by keyword
 
     Raises:
         PlanError: what is forced is not legal for this model, batch or cluster.
-        DoesNotFitError: nothing (or not what is forced) fits; names the smallest change.
+        NothingFitsError: nothing (or not what is forced) fits; names the smallest change.
     """
     started = time.perf_counter()
     job = Job(profile, cluster, global_batch, optimizer or OptimizerSpec(), precision)
@@ -92,7 +98,9 @@ def plan_job(  # noqa: PLR0913 - the job and the caller's wishes, all by keyword
     verdicts = tuple(verdict for verdict, _ in judged)
     outcome = _choose(job, space, judged, strategy, mesh, bounds)
     if outcome.best is None:
-        raise _does_not_fit(job, verdicts, outcome, strategy)
+        error = _does_not_fit(job, verdicts, outcome, strategy)
+        error.verdicts = verdicts
+        raise error
     estimate = outcome.best.estimate
     gap = max(1 - outcome.lower_bound_s / estimate.step_time_s, 0.0)
     plan = build_plan(job, outcome.best, strategy_of(outcome.best.layout.mesh, cluster), verdicts)
@@ -154,26 +162,26 @@ def _is_runnable(outcome: Outcome, space: Space) -> bool:
 
 def _does_not_fit(
     job: Job, verdicts: tuple[Verdict, ...], outcome: Outcome, strategy: str | None
-) -> DoesNotFitError:
+) -> NothingFitsError:
     available = format_bytes(job.cluster.weakest_device().memory_bytes)
     by_name = {verdict.name: verdict for verdict in verdicts}
     if strategy is not None:
         verdict = by_name[strategy]
-        return DoesNotFitError(
+        return NothingFitsError(
             f"{strategy} does not fit devices of {available}.",
             why=verdict.reason,
             attempt=verdict.smallest_change,
         )
     if outcome.nearest is not None:
         needed = format_bytes(outcome.nearest.estimate.peak_memory_bytes)
-        return DoesNotFitError(
+        return NothingFitsError(
             "The mesh asked for does not fit.", why=f"a device needs {needed} of {available}"
         )
     splitting = [
         v for v in verdicts if v.needed_bytes and v.name not in {"mirrored", "multi_worker_mirrored"}
     ]
     nearest = min(splitting or verdicts, key=lambda verdict: verdict.needed_bytes)
-    return DoesNotFitError(
+    return NothingFitsError(
         f"No strategy fits {job.cluster.num_devices} devices of {available}.",
         why=f"{nearest.name} comes nearest and needs {format_bytes(nearest.needed_bytes)}: {nearest.reason}",
         attempt=nearest.smallest_change,

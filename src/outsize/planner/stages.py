@@ -259,9 +259,9 @@ def _fill(
     fits = True
     for stage, device in enumerate(stage_devices(job, layout)):
         memory = estimate_stage_memory(job, layout, costs, Assignment(bounds, tuple(modes)), stage)
-        short = sum(memory.values()) - device.memory_bytes
+        short: float = sum(memory.values()) - device.memory_bytes
         order = _recompute_order(layout, costs, bounds, stage) if recompute and short > 0 else []
-        held = memory["temporaries"]
+        held: float = memory["temporaries"]
         for block in order:
             if short <= 0:
                 break
@@ -269,7 +269,7 @@ def _fill(
             modes[block] = "full"
             temporary = max(held, block_temporary_bytes(costs, block, "full"))
             short += temporary - held - saving * layout.in_flight(stage)
-            held = round(temporary)
+            held = temporary
         fits = fits and short <= 0
     return StageCuts(Assignment(bounds, tuple(modes)), fits)
 

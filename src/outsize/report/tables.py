@@ -10,7 +10,7 @@ from rich.text import Text
 from outsize.plan.plan import Plan, Verdict
 from outsize.units import format_bytes, format_seconds
 
-__all__ = ["category_table", "memory_table", "verdict_table"]
+__all__ = ["category_table", "memory_table", "plan_summary", "verdict_table"]
 
 
 def verdict_table(verdicts: Sequence[Verdict], *, title: str = "", chosen: str = "") -> Table:
@@ -73,3 +73,28 @@ def memory_table(plan: Plan, measured_bytes: Sequence[int | None]) -> Table:
             format_bytes(plan.device_memory_bytes) if plan.device_memory_bytes else "–",
         )
     return table
+
+
+def plan_summary(plan: Plan) -> Text:
+    """Return the plan in a few lines: mesh, schedule, predicted time and what it consists of."""
+    axes = " x ".join(f"{axis} {degree}" for axis, degree in plan.mesh.degrees.items() if degree > 1)
+    schedule = plan.schedule
+    text = Text(f"plan: {plan.strategy}", style="bold")
+    text.append(f" ({axes or 'one device'}), {schedule.num_microbatches} micro-batches", style="not bold")
+    text.append(f" of {plan.microbatch_size}", style="not bold")
+    if plan.mesh.pp > 1:
+        chunks = f", {schedule.num_virtual_stages} virtual stages" if schedule.num_virtual_stages > 1 else ""
+        text.append(f", schedule {schedule.name}{chunks}", style="not bold")
+    if plan.state_sharding != "none":
+        text.append(f", {plan.state_sharding.replace('_', ' ')} sharded", style="not bold")
+    if plan.prediction is not None:
+        prediction = plan.prediction
+        parts = sorted(prediction.time_by_part_s.items(), key=lambda part: -part[1])
+        shares = ", ".join(f"{name.replace('_', ' ')} {format_seconds(time)}" for name, time in parts if time)
+        text.append(
+            f"\nstep {format_seconds(prediction.step_time_s)} ({shares}); "
+            f"{prediction.tokens_per_s:,.0f} tokens/s; "
+            f"peak {format_bytes(prediction.peak_memory_bytes)} a device",
+            style="not bold",
+        )
+    return text

@@ -1,0 +1,126 @@
+"""``outsize plan``: judge every strategy for a model on a cluster, and plan the fastest split."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outsize.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outsize.plan.plan import Mesh, Plan, Verdict
+
+__all__ = ["parse_mesh", "plan"]
+
+
+def plan(  # noqa: PLR0913, PLR0917 - a command's options
+    model: Annotated[
+        str, typer.Argument(help="preset, file.py:function, package.module:function or hf:<dir>")
+    ],
+    cluster: Annotated[str, typer.Option(help="4xcpu:1GiB, 2x24GiB, 8x8xH100 or a TOML file")],
+    global_batch: Annotated[int, typer.Option(help="samples in one step over all devices")],
+    sequence: Annotated[int | None, typer.Option(help="tokens in a sample")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp8")] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd")] = "adamw",
+    strategy: Annotated[str | None, typer.Option(help="plan this strategy instead of the fastest")] = None,
+    mesh: Annotated[str | None, typer.Option(help="plan this mesh, such as pp=2,tp=4")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="micro-batches in one step of a replica")] = None,
+    save: Annotated[Path | None, typer.Option(help="write the plan to this JSON file")] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page to this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Say for each strategy whether the model fits, why, and how fast; plan the best one."""
+    from outsize.cli.model_profile import find_profile
+    from outsize.cluster.argument import parse_cluster
+    from outsize.plan.files import save_plan
+    from outsize.plan.plan import OptimizerSpec
+    from outsize.planner.search import NothingFitsError, plan_job
+    from outsize.report.json_forms import planning_form
+
+    parsed_cluster = parse_cluster(cluster)
+    wished_mesh = parse_mesh(mesh) if mesh else None
+    profile, space = find_profile(model, sequence=sequence)
+    default_precision = "fp32" if parsed_cluster.shared_cores else "bf16"
+    try:
+        result = plan_job(
+            profile,
+            parsed_cluster,
+            global_batch=global_batch,
+            optimizer=OptimizerSpec(name=optimizer),
+            precision=precision or default_precision,
+            strategy=strategy,
+            mesh=wished_mesh,
+            num_microbatches=microbatches,
+            space=space,
+        )
+    except NothingFitsError as error:
+        if as_json:
+            print(json.dumps(planning_form(error.verdicts)))
+        else:
+            _show_verdicts(error.verdicts, model, cluster, global_batch, chosen="")
+        raise
+    best = replace(result.best, model=model)
+    if save is not None:
+        save_plan(best, save)
+    if html is not None:
+        from outsize.report.page import write_page
+
+        write_page(html, best)
+    if as_json:
+        form = planning_form(
+            result.verdicts, best, optimality_gap=result.optimality_gap, search_time_s=result.search_time_s
+        )
+        print(json.dumps(form))
+        return
+    _show_verdicts(result.verdicts, model, cluster, global_batch, chosen=best.strategy)
+    _show_best(best, result.optimality_gap, result.search_time_s)
+
+
+def parse_mesh(text: str) -> Mesh:
+    """Return the mesh of a text such as ``pp=2,tp=4``.
+
+    Raises:
+        PlanError: an axis is unknown or a degree is not a positive number.
+    """
+    from outsize.plan.plan import AXES, Mesh
+
+    degrees: dict[str, int] = {}
+    for part in text.replace(" ", ",").split(","):
+        axis, _, degree = part.partition("=")
+        if axis not in AXES or not degree.isdigit() or int(degree) < 1:
+            raise PlanError(
+                f"{part!r} is no degree of a mesh axis.", attempt="pp=2,tp=4; axes: " + ", ".join(AXES)
+            )
+        degrees[axis] = int(degree)
+    return Mesh(**degrees)
+
+
+def _show_verdicts(
+    verdicts: Sequence[Verdict], model: str, cluster: str, global_batch: int, *, chosen: str
+) -> None:
+    from rich.console import Console
+
+    from outsize.report.tables import category_table, verdict_table
+
+    console = Console()
+    title = f"{model} on {cluster}, global batch {global_batch}"
+    console.print(verdict_table(verdicts, title=title, chosen=chosen))
+    console.print(category_table(verdicts))
+
+
+def _show_best(best: Plan, gap: float, search_time_s: float) -> None:
+    from rich.console import Console
+
+    from outsize.report.tables import plan_summary
+
+    console = Console()
+    console.print(plan_summary(best))
+    console.print(
+        f"searched in {search_time_s:.2f} s; a better plan could be at most {gap:.1%} faster", style="dim"
+    )
