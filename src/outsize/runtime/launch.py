@@ -1,0 +1,161 @@
+"""Starts the processes of a job on this machine, one a device, and brings their results or one error back."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    PContext,
+    SignalException,
+    Std,
+    start_processes,
+)
+
+from outsize.errors import LaunchError
+from outsize.runtime.worker_errors import error_of_workers
+
+__all__ = ["LocalLaunch", "launch_local"]
+
+_PRELOADED = ["torch.distributed.pipelining", "torch.distributed.checkpoint", "outsize.runtime"]
+_STOP_TIMEOUT_S = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLaunch:
+    """How to start the processes: how many, where their output goes, how long they may take."""
+
+    num_processes: int
+    log_folder: Path | None = None  # rank r writes <log_folder>/.../r/stdout.log and stderr.log
+    timeout_s: float | None = None
+    environment: dict[str, str] | None = None
+
+
+def launch_local(launch: LocalLaunch, entry: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run ``entry(*arguments)`` in ``launch.num_processes`` processes and return their results by rank.
+
+    Processes come from a fork server that has imported torch once, and find each other through the
+    variables that torchrun sets (``RANK``, ``MASTER_ADDR``, ...), so the same entry runs under torchrun.
+    Everything listens on the loopback address alone. Rank 0 keeps this process's standard output; all other
+    output goes to the log folder. On failure, interrupt or timeout every process is ended, by its id.
+
+    Raises:
+        OutsizeError: a process raised one; the same error.
+        LaunchError: a process failed otherwise, or the time is over.
+    """
+    with tempfile.TemporaryDirectory(prefix="outsize-") as temporary:
+        folder = launch.log_folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        store = _loopback_store()
+        try:
+            with _quiet_elastic_log(), _signal_handlers_put_back():
+                return _wait(_start(launch, folder, store.port, entry, arguments), launch)
+        finally:
+            del store
+
+
+def _start(
+    launch: LocalLaunch, folder: Path, port: int, entry: Callable[..., Any], arguments: tuple[Any, ...]
+) -> PContext:
+    ranks = range(launch.num_processes)
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    if method == "forkserver":
+        multiprocessing.set_forkserver_preload(_PRELOADED)
+    return start_processes(
+        name="outsize",
+        entrypoint=entry,
+        args=dict.fromkeys(ranks, arguments),
+        envs={rank: _environment(rank, launch, port) for rank in ranks},
+        logs_specs=DefaultLogsSpecs(
+            log_dir=str(folder), redirects={rank: Std.ERR if rank == 0 else Std.ALL for rank in ranks}
+        ),
+        start_method=method,
+    )
+
+
+def _wait(context: PContext, launch: LocalLaunch) -> list[Any]:
+    try:
+        result = context.wait(launch.timeout_s if launch.timeout_s is not None else -1, period=0.05)
+    except (SignalException, KeyboardInterrupt) as stop:
+        raise _stopped(stop) from None
+    finally:
+        context.close(signal.SIGTERM, timeout=_STOP_TIMEOUT_S)
+    if result is None:
+        raise LaunchError(
+            f"The {launch.num_processes} processes did not finish in {launch.timeout_s:g} s.",
+            why="A process may wait for another one; all were ended.",
+            attempt=f"the logs under {launch.log_folder}." if launch.log_folder else "a longer timeout.",
+        )
+    if result.is_failed():
+        raise error_of_workers(context.error_files, result.failures, launch.log_folder)
+    return [result.return_values[rank] for rank in range(launch.num_processes)]
+
+
+def _environment(rank: int, launch: LocalLaunch, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(launch.num_processes),
+        "LOCAL_WORLD_SIZE": str(launch.num_processes),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, in the starting process
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        **(launch.environment or {}),
+    }
+
+
+def _loopback_store() -> TCPStore:
+    """Return a store that listens on 127.0.0.1 only; left to itself, TCPStore listens on all addresses."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+@contextmanager
+def _quiet_elastic_log() -> Iterator[None]:
+    """Keep torch's launcher from logging tracebacks: the error is raised in its place."""
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _signal_handlers_put_back() -> Iterator[None]:
+    """Put back the signal handlers that torch's launcher installs and never removes."""
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    handlers = {name: signal.getsignal(getattr(signal, name)) for name in names if hasattr(signal, name)}
+    try:
+        yield
+    finally:
+        for name, handler in handlers.items():
+            try:
+                signal.signal(getattr(signal, name), handler)
+            except ValueError:  # not the main thread, where torch installed none
+                break
+
+
+def _stopped(stop: BaseException) -> BaseException:
+    number = stop.sigval if isinstance(stop, SignalException) else signal.SIGINT
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + int(number))
