@@ -97,6 +97,7 @@ class LossTerm:
 
     ``value`` is the mean; it was taken over ``count`` elements, or, where that number depends on the
     labels (``ignore_index``), over the elements of value ``target`` that differ from ``ignore_index``.
+    With ``is_sum`` it is a sum over the batch, which adds up as it is.
     """
 
     node_index: int
@@ -104,6 +105,7 @@ class LossTerm:
     count: int | None = None
     target: int | None = None
     ignore_index: int | None = None
+    is_sum: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,73 @@
+"""Where a program may be cut, and what would be sent there."""
+
+from __future__ import annotations
+
+from outsize.errors import PlanError
+from outsize.model.program import CutPoint, NodeKind, Program
+from outsize.model.slice import slice_program
+
+__all__ = ["cut_points", "find_cut"]
+
+
+def cut_points(program: Program, labels: list[str] | None = None) -> list[CutPoint]:
+    """Return the cuts just before each block, in order, that leave parameters on both sides.
+
+    ``labels`` names the blocks for a recording of operators, which has no blocks of its own: pass the labels
+    of the recording of blocks.
+    """
+    if labels is None:
+        labels = [label for label, _ in _block_calls(program)]
+    found = []
+    for label in labels:
+        index = find_cut(program, label)
+        if index == 0:
+            continue
+        before, after = slice_program(program, [index])
+        if before.sent and (before.modules or before.parameters) and (after.modules or after.parameters):
+            num_bytes = sum(program.specs[value].num_bytes for value in before.sent)
+            found.append(CutPoint(index, label, before.sent, num_bytes))
+    return found
+
+
+def find_cut(program: Program, label: str) -> int:
+    """Return the node index of the cut named ``label``, in a recording of either granularity.
+
+    Raises:
+        PlanError: the program has no such block.
+    """
+    for name, index in _block_calls(program):
+        if name == label:
+            return index
+    name, _, call = label.partition("#")
+    entered = _entries_into(program, name)
+    position = int(call or 1) - 1
+    if position < len(entered):
+        return entered[position]
+    raise PlanError(
+        f"the program has no block named {label}",
+        why="the plan names a cut there, but the recording has no such module",
+        attempt="plan again for this model",
+    )
+
+
+def _block_calls(program: Program) -> list[tuple[str, int]]:
+    """Return ``(label, node index)`` for each call of a block; later calls of a block are ``name#2`` and so on."""
+    calls: dict[str, int] = {}
+    labelled = []
+    for index, node in program.nodes_of_kind(NodeKind.MODULE):
+        name = str(node.target)
+        calls[name] = calls.get(name, 0) + 1
+        labelled.append((name if calls[name] == 1 else f"{name}#{calls[name]}", index))
+    return labelled
+
+
+def _entries_into(program: Program, name: str) -> list[int]:
+    """Return the first node index of every run of nodes recorded inside module ``name``."""
+    entered = []
+    was_inside = False
+    for index, node in enumerate(program.nodes):
+        is_inside = node.module_path == name or node.module_path.startswith(f"{name}.")
+        if is_inside and not was_inside:
+            entered.append(index)
+        was_inside = is_inside
+    return entered

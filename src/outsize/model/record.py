@@ -1,0 +1,189 @@
+"""Record one forward of a module as a program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path
+
+from outsize.errors import RecordingError
+from outsize.model.batch_entries import flatten_batch
+from outsize.model.fake import fake_tensor_like, fake_tensors_in
+from outsize.model.leaves import choose_leaves, has_parameters, initially_open
+from outsize.model.loss_terms import find_loss_terms
+from outsize.model.program import NodeKind, Program, TensorSpec
+from outsize.model.recorder import LeafMustOpen, Recorder
+
+__all__ = ["Granularity", "record_module"]
+
+Granularity = Literal["blocks", "operators"]
+_MAX_RECORDINGS = 60
+
+
+def record_module(module: nn.Module, batch: Any, *, granularity: Granularity = "blocks") -> Program:
+    """Record ``module`` (on any device, meta included) called with ``batch``, without allocating memory.
+
+    ``granularity="blocks"`` keeps blocks with parameters whole; ``"operators"`` records operators only.
+
+    Raises:
+        RecordingError: the forward fails on tensors without values, or hides where a value comes from.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    entries, layout = flatten_batch(batch)
+    fakes = {name: fake_tensor_like(tensor, mode) for name, tensor in entries.items()}
+    args, kwargs = layout.restore(fakes)
+    opened = initially_open(module)
+    for _ in range(_MAX_RECORDINGS):
+        leaves = choose_leaves(module, opened) if granularity == "blocks" else []
+        try:
+            with fake_tensors_in(module, mode), mode:
+                recorder = Recorder(module, fakes)
+                output = _run(recorder, module, leaves, args, kwargs)
+                return _finish(recorder, output, num_samples=_num_samples(entries))
+        except LeafMustOpen as signal:
+            _open(module, opened, leaves, signal.names)
+    raise RecordingError(
+        f"the module could not be recorded in {_MAX_RECORDINGS} attempts",
+        why="values kept leaving blocks by side channels",
+        attempt="return such values from the block's forward instead of storing them on an object",
+    )
+
+
+def _num_samples(entries: dict[str, torch.Tensor]) -> int:
+    return next((tensor.shape[0] for tensor in entries.values() if tensor.dim()), 1)
+
+
+def _open(module: nn.Module, opened: set[str], leaves: list[str], names: set[str]) -> None:
+    """Open the named leaves, and with them all leaves of the same class, so that alike blocks stay alike."""
+    for name in names:
+        leaf = module.get_submodule(name)
+        if not any(has_parameters(child) for child in leaf.children()):
+            raise RecordingError(
+                f"a value leaves module {name} by a side channel",
+                why="it is used outside, but is not among what its forward returns",
+                attempt="return the value from forward",
+            )
+        opened.update(other for other in leaves if type(module.get_submodule(other)) is type(leaf))
+        opened.add(name)
+
+
+def _run(
+    recorder: Recorder, module: nn.Module, leaves: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with ExitStack() as stack:
+        stack.enter_context(_track_modules(recorder, module))
+        for name in leaves:
+            stack.enter_context(_leaf_calls_recorded(recorder, name, module.get_submodule(name)))
+        stack.enter_context(recorder)
+        try:
+            return module(*args, **kwargs)
+        except (LeafMustOpen, RecordingError):
+            raise
+        except Exception as error:
+            raise RecordingError(
+                f"the forward of {type(module).__name__} failed while it was recorded: "
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+                why=f"in module {recorder.module_stack[-1] or 'at the top'}; recording runs without values",
+                attempt="check that the model runs with this batch; avoid branches on values of tensors",
+            ) from error
+
+
+@contextmanager
+def _track_modules(recorder: Recorder, module: nn.Module) -> Iterator[None]:
+    """Keep the recorder informed of the module whose forward is running."""
+    handles = []
+    for name, child in module.named_modules():
+        handles.append(child.register_forward_pre_hook(_entering(recorder, name), prepend=True))
+        handles.append(child.register_forward_hook(_leaving(recorder), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _entering(recorder: Recorder, name: str) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        recorder.module_stack.append(name)
+
+    return hook
+
+
+def _leaving(recorder: Recorder) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        recorder.module_stack.pop()
+
+    return hook
+
+
+@contextmanager
+def _leaf_calls_recorded(recorder: Recorder, name: str, leaf: nn.Module) -> Iterator[None]:
+    """Write a call of ``leaf`` as one node while inside."""
+    original = leaf.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if recorder.leaf is not None:
+            return original(*args, **kwargs)
+        arguments = recorder.flatten_arguments(args, kwargs)
+        recorder.leaf = name
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            recorder.leaf = None
+        recorder.add_call(NodeKind.MODULE, name, arguments, result, is_random=_draws_random_numbers(leaf))
+        return result
+
+    leaf.forward = forward
+    try:
+        yield
+    finally:
+        del leaf.__dict__["forward"]
+
+
+def _draws_random_numbers(module: nn.Module) -> bool:
+    return module.training and any(
+        isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in module.modules()
+    )
+
+
+def _finish(recorder: Recorder, output: Any, num_samples: int) -> Program:
+    leaves, structure = tree_flatten(output)
+    references = tuple(
+        recorder.reference(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+    )
+    if recorder.escaped:
+        raise LeafMustOpen(recorder.escaped)
+    loss = _loss_tensor(output)
+    program = Program(
+        nodes=recorder.nodes,
+        specs={
+            value: TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for value, tensor in recorder.tensors.items()
+        },
+        outputs=references,
+        output_structure=structure,
+        constants=recorder.constants,
+        storages={value: tensor.untyped_storage()._cdata for value, tensor in recorder.tensors.items()},
+        loss_value=None if loss is None else recorder.reference(loss).value,
+    )
+    program.loss_terms = find_loss_terms(program, num_samples)
+    return program
+
+
+def _loss_tensor(output: Any) -> torch.Tensor | None:
+    """Return the output named ``loss``, else the only scalar floating-point output."""
+    scalars = []
+    for path, leaf in tree_flatten_with_path(output)[0]:
+        if not isinstance(leaf, torch.Tensor) or math.prod(leaf.shape) != 1 or not leaf.is_floating_point():
+            continue
+        key = path[-1] if path else None
+        if "loss" in (getattr(key, "key", None), getattr(key, "name", None)):
+            return leaf
+        scalars.append(leaf)
+    return scalars[0] if len(scalars) == 1 else None

@@ -1,0 +1,193 @@
+"""The dispatch mode that writes down one forward: leaf calls whole, operators between them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from outsize.errors import RecordingError
+from outsize.model.program import Node, NodeKind, Ref
+
+__all__ = ["LeafMustOpen", "Recorder"]
+
+
+class LeafMustOpen(Exception):  # noqa: N818 - a signal to record again, not an error
+    """A value made inside these leaves is used outside them by a side channel."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = set(names)
+        super().__init__(", ".join(sorted(self.names)))
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes nodes while active. Every tensor seen is kept alive, so that ``id`` identifies it."""
+
+    def __init__(self, module: nn.Module, entries: dict[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nodes: list[Node] = []
+        self.tensors: dict[int, torch.Tensor] = {}  # value -> tensor
+        self.constants: dict[str, torch.Tensor] = {}
+        self.scalar_reads: list[tuple[int, str]] = []  # value read as a Python number, where
+        self.escaped: set[str] = set()
+        self.leaf: str | None = None  # the leaf whose forward is running
+        self.module_stack: list[str] = [""]
+        self._value_of: dict[int, int] = {}  # id(tensor) -> value
+        self._value_at: dict[tuple[Any, ...], int] = {}  # memory and layout -> value, for re-wrapped tensors
+        self._made_inside: dict[int, str] = {}  # id(tensor) -> leaf
+        self._kept: list[torch.Tensor] = []
+        self._attributes: dict[int, tuple[NodeKind, str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._attributes.setdefault(id(parameter), (NodeKind.PARAMETER, name))
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            self._attributes.setdefault(id(buffer), (NodeKind.BUFFER, name))
+        for key, tensor in entries.items():
+            self._add(NodeKind.INPUT, key, [tensor])
+
+    # -- values ---------------------------------------------------------------------------------
+
+    def reference(self, tensor: torch.Tensor) -> Ref:
+        """Return the value a tensor stands for, making a node for a parameter, buffer or constant."""
+        value = self._value_of.get(id(tensor))
+        if value is not None:
+            return Ref(value)
+        if id(tensor) in self._attributes:
+            kind, name = self._attributes[id(tensor)]
+            return Ref(self._add(kind, name, [tensor]).outputs[0])
+        if id(tensor) in self._made_inside:
+            self.escaped.add(self._made_inside[id(tensor)])
+        value = self._value_at.get(_memory_key(tensor))
+        if value is not None:
+            self._value_of[id(tensor)] = value
+            self._kept.append(tensor)
+            return Ref(value)
+        if id(tensor) in self._made_inside:
+            raise LeafMustOpen({self._made_inside[id(tensor)]})
+        return self._constant(tensor)
+
+    def _constant(self, tensor: torch.Tensor) -> Ref:
+        content = tensor
+        if isinstance(tensor, FakeTensor):
+            if tensor.constant is None:
+                raise RecordingError(
+                    f"the forward uses a tensor of unknown origin, {tuple(tensor.shape)} {tensor.dtype}",
+                    why="it is neither an input, a parameter, a buffer nor computed from them",
+                    attempt="register it as a buffer (register_buffer) of the module that uses it",
+                )
+            content = tensor.constant
+        name = f"constant_{len(self.constants)}"
+        with unset_fake_temporarily():
+            self.constants[name] = content.detach().clone()
+        return Ref(self._add(NodeKind.CONSTANT, name, [tensor]).outputs[0])
+
+    def _new_value(self, tensor: torch.Tensor) -> int:
+        value = len(self.tensors)
+        self.tensors[value] = tensor
+        self._value_of[id(tensor)] = value
+        self._made_inside.pop(id(tensor), None)
+        self._value_at[_memory_key(tensor)] = value
+        return value
+
+    # -- nodes ----------------------------------------------------------------------------------
+
+    def _add(
+        self, kind: NodeKind, target: str | Callable[..., Any], outputs: Sequence[torch.Tensor], **fields: Any
+    ) -> Node:
+        node = Node(
+            kind=kind,
+            target=target,
+            outputs=tuple(self._new_value(tensor) for tensor in outputs),
+            grad_enabled=torch.is_grad_enabled(),
+            module_path=self.module_stack[-1],
+            **fields,
+        )
+        self.nodes.append(node)
+        return node
+
+    def add_call(
+        self,
+        kind: NodeKind,
+        target: str | Callable[..., Any],
+        arguments: tuple[list[Any], Any],
+        result: Any,
+        *,
+        mutated: Sequence[torch.Tensor] = (),
+        is_random: bool = False,
+    ) -> None:
+        """Write a node for a call whose flattened arguments already hold references."""
+        leaves, _ = tree_flatten(result)
+        positions = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        mutates = tuple(self._value_of[id(tensor)] for tensor in mutated if id(tensor) in self._value_of)
+        self._add(
+            kind,
+            target,
+            [leaves[index] for index in positions],
+            arguments=tuple(arguments[0]),
+            structure=arguments[1],
+            output_positions=tuple(positions),
+            num_results=len(leaves),
+            mutates=mutates,
+            is_random=is_random,
+        )
+
+    def flatten_arguments(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        """Return the flattened ``(args, kwargs)`` with references for tensors, and its structure."""
+        leaves, structure = tree_flatten((args, kwargs))
+        return [
+            self.reference(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ], structure
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and write it down, or only watch it when a leaf is running."""
+        kwargs = kwargs or {}
+        if self.leaf is not None:
+            result = func(*args, **kwargs)
+            self._watch(result, self.leaf)
+            return result
+        arguments = self.flatten_arguments(args, kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.scalar_reads.append((arguments[0][0].value, self.module_stack[-1]))
+        mutated = _written_arguments(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if mutated or any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(result)[0]):
+            is_random = torch.Tag.nondeterministic_seeded in func.tags
+            self.add_call(NodeKind.OPERATOR, func, arguments, result, mutated=mutated, is_random=is_random)
+        return result
+
+    def _watch(self, result: Any, leaf: str) -> None:
+        for tensor in tree_flatten(result)[0]:
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in self._value_of:
+                if id(tensor) in self._attributes:
+                    continue
+                self._made_inside[id(tensor)] = leaf
+                self._kept.append(tensor)
+
+
+def _memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+    )
+
+
+def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors an operator writes in place, by its schema."""
+    if not func._schema.is_mutable:
+        return []
+    written: list[torch.Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[index] if index < len(args) else kwargs.get(argument.name)
+        written += [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor)]
+    return written

@@ -1,0 +1,132 @@
+"""A slice of a program as a module that can be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from outsize.errors import RecordingError
+from outsize.model.program import Node, NodeKind, Program, Ref
+from outsize.model.slice import Slice
+
+__all__ = ["StageModule"]
+
+
+class StageModule(nn.Module):
+    """Executes one slice. ``forward(*received, **batch_entries)`` returns the values sent, as a tuple.
+
+    The last stage returns the model's own output. Blocks are shared with the module the program was recorded
+    from; parameters and buffers read between blocks are registered at the same place, so that every name in
+    ``named_parameters()`` is the full name in the whole model.
+    """
+
+    def __init__(self, program: Program, part: Slice, module: nn.Module) -> None:
+        super().__init__()
+        self.program = program
+        self.part = part
+        self._constants = dict(program.constants)
+        for name in part.modules:
+            self._place_module(name, module.get_submodule(name))
+        for name in part.parameters:
+            owner, _, leaf = name.rpartition(".")
+            self._container(owner).register_parameter(leaf, module.get_submodule(owner)._parameters[leaf])
+        for name in part.buffers:
+            owner, _, leaf = name.rpartition(".")
+            self._container(owner).register_buffer(leaf, module.get_submodule(owner)._buffers[leaf])
+        self._term_of = {term.value: index for index, term in enumerate(program.loss_terms)}
+        self._steps = self._prepare_steps()
+
+    def _container(self, path: str) -> nn.Module:
+        """Return the module at ``path``, making empty ones on the way."""
+        current: nn.Module = self
+        for part in path.split(".") if path else ():
+            if part not in current._modules:
+                current.add_module(part, nn.Module())
+            current = current._modules[part]  # type: ignore[assignment]
+        return current
+
+    def _place_module(self, path: str, module: nn.Module) -> None:
+        owner, _, leaf = path.rpartition(".")
+        self._container(owner).add_module(leaf, module)
+
+    def _prepare_steps(self) -> list[tuple[Node, Any, tuple[int, ...]]]:
+        """Return ``(node, what to call or look up, values to drop afterwards)`` for every node."""
+        kept = set(self.part.sent) if not self.part.is_last else _references(self.program.outputs)
+        last_use: dict[int, int] = {}
+        nodes = [self.program.nodes[index] for index in self.part.nodes]
+        for position, node in enumerate(nodes):
+            for value in (*node.outputs, *node.inputs):
+                last_use[value] = position
+        dropped: dict[int, list[int]] = {}
+        for value, position in last_use.items():
+            if value not in kept:
+                dropped.setdefault(position, []).append(value)
+        return [(node, self._callee(node), tuple(dropped.get(at, ()))) for at, node in enumerate(nodes)]
+
+    def _callee(self, node: Node) -> Any:
+        if node.kind is NodeKind.MODULE:
+            return self.get_submodule(str(node.target))
+        if node.kind in (NodeKind.PARAMETER, NodeKind.BUFFER):
+            owner, _, leaf = str(node.target).rpartition(".")
+            return self.get_submodule(owner), leaf
+        return node.target
+
+    def forward(
+        self,
+        *received: torch.Tensor,
+        loss_scales: Sequence[float] | None = None,
+        **batch_entries: torch.Tensor,
+    ) -> Any:
+        """Run the slice; ``loss_scales`` multiplies each of the program's loss terms right where it is made."""
+        values: dict[int, Any] = dict(zip(self.part.received, received, strict=True))
+        for node, callee, dropped in self._steps:
+            self._run_step(node, callee, values, batch_entries)
+            if loss_scales is not None:
+                self._scale_terms(node, values, loss_scales)
+            for value in dropped:
+                values.pop(value, None)
+        if not self.part.is_last:
+            return tuple(values[value] for value in self.part.sent)
+        leaves = [values[leaf.value] if isinstance(leaf, Ref) else leaf for leaf in self.program.outputs]
+        return tree_unflatten(leaves, self.program.output_structure)
+
+    def _run_step(
+        self, node: Node, callee: Any, values: dict[int, Any], batch_entries: Mapping[str, torch.Tensor]
+    ) -> None:
+        if node.kind is NodeKind.INPUT:
+            values[node.outputs[0]] = batch_entries[callee]
+        elif node.kind in (NodeKind.PARAMETER, NodeKind.BUFFER):
+            values[node.outputs[0]] = getattr(*callee)
+        elif node.kind is NodeKind.CONSTANT:
+            values[node.outputs[0]] = self._constants[callee]
+        else:
+            self._call(node, callee, values)
+
+    def _call(self, node: Node, callee: Any, values: dict[int, Any]) -> None:
+        assert node.structure is not None
+        args, kwargs = tree_unflatten(
+            [values[leaf.value] if isinstance(leaf, Ref) else leaf for leaf in node.arguments], node.structure
+        )
+        with torch.set_grad_enabled(node.grad_enabled and torch.is_grad_enabled()):
+            results = tree_flatten(callee(*args, **kwargs))[0]
+        if len(results) != node.num_results:
+            raise RecordingError(
+                f"{node.target} returned {len(results)} values, {node.num_results} when it was recorded",
+                why="its forward takes another path than it did while it was recorded",
+                attempt="make the forward independent of the values of tensors and of counters",
+            )
+        for value, position in zip(node.outputs, node.output_positions, strict=True):
+            values[value] = results[position]
+
+    def _scale_terms(self, node: Node, values: dict[int, Any], loss_scales: Sequence[float]) -> None:
+        for value in node.outputs:
+            if value in self._term_of and value in values:
+                values[value] = values[value] * loss_scales[self._term_of[value]]
+
+
+def _references(outputs: Sequence[Any]) -> set[int]:
+    return {leaf.value for leaf in outputs if isinstance(leaf, Ref)}
