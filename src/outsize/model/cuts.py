@@ -51,7 +51,7 @@ def find_cut(program: Program, label: str) -> int:
 
 
 def _block_calls(program: Program) -> list[tuple[str, int]]:
-    """Return ``(label, node index)`` for each call of a block; later calls of a block are ``name#2`` and so on."""
+    """Return ``(label, node index)`` for each call of a block; its second call is ``name#2`` and so on."""
     calls: dict[str, int] = {}
     labelled = []
     for index, node in program.nodes_of_kind(NodeKind.MODULE):

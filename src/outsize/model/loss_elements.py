@@ -38,8 +38,9 @@ def _count(program: Program, term: LossTerm, entries: Mapping[str, torch.Tensor]
     if term.target is None:
         assert term.count is not None
         return term.count
+    assert term.ignore_index is not None
     labels = _evaluate(program, term.target, entries)
-    return int((labels != term.ignore_index).sum())
+    return int(torch.ne(labels, term.ignore_index).sum())
 
 
 @torch.no_grad()

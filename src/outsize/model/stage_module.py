@@ -81,7 +81,7 @@ class StageModule(nn.Module):
         loss_scales: Sequence[float] | None = None,
         **batch_entries: torch.Tensor,
     ) -> Any:
-        """Run the slice; ``loss_scales`` multiplies each of the program's loss terms right where it is made."""
+        """Run the slice; ``loss_scales`` multiplies each loss term of the program where it is made."""
         values: dict[int, Any] = dict(zip(self.part.received, received, strict=True))
         for node, callee, dropped in self._steps:
             self._run_step(node, callee, values, batch_entries)
