@@ -26,6 +26,7 @@ class Efficiency:
     """Shares of the data sheet's figures that a kind of device reaches."""
 
     matmul: float  # of the matrix rate, for large sizes
+    matmul_fp8: float  # the same in 8 bits
     matmul_half_size: float  # a dimension of this size runs at half of that
     attention: float  # of the matrix rate, in forward
     attention_backward: float  # of the matrix rate, in backward
@@ -100,11 +101,13 @@ def _operator_s(
         time = traffic / (device.memory_bandwidth_bytes_per_s * curve.bandwidth) + curve.kernel_s
         return time, 1.5 * time
     flops = operator.forward_flops.of(num_samples) / divided
-    rate = device.rate(precision)
     if operator.kind == "attention":
+        rate = device.rate("bf16" if precision == "fp8" else precision)
         forward = flops / (rate * curve.attention) + curve.kernel_s
         return forward, 2.0 * flops / (rate * curve.attention_backward) + curve.kernel_s
-    time = flops / (rate * _matmul_efficiency(operator, curve, num_samples, shards)) + curve.kernel_s
+    reached = curve.matmul_fp8 if precision == "fp8" else curve.matmul
+    rate = device.rate(precision) * reached * _size_efficiency(operator, curve, num_samples, shards)
+    time = flops / rate + curve.kernel_s
     return time, 2 * time
 
 
@@ -118,12 +121,11 @@ def _divisor(operator: OperatorProfile, shards: Shards) -> float:
     return by_split.get(operator.split, 1) * shards.context
 
 
-def _matmul_efficiency(
+def _size_efficiency(
     operator: OperatorProfile, curve: Efficiency, num_samples: float, shards: Shards
 ) -> float:
     rows = operator.rows.of(num_samples) / shards.context
     inner = operator.inner / (shards.tensor if operator.split == "rows" else 1)
     columns = operator.columns / (shards.tensor if operator.split == "columns" else 1)
     half = curve.matmul_half_size
-    sizes = rows / (rows + half) * inner / (inner + half) * columns / (columns + half)
-    return curve.matmul * sizes
+    return rows / (rows + half) * inner / (inner + half) * columns / (columns + half)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from outsize.cluster.topology import Cluster
+from outsize.cost.precision import BytesPerParameter, bytes_per_parameter
+from outsize.cost.software import Software
 from outsize.model.profile import ModelProfile
 from outsize.plan.plan import Mesh, OptimizerSpec
 
@@ -12,7 +15,11 @@ __all__ = ["RECOMPUTE_MODES", "SCHEDULES", "STATE_SHARDINGS", "Assignment", "Job
 
 RECOMPUTE_MODES = ("none", "selective", "full")
 STATE_SHARDINGS = ("none", "optimizer_states", "gradients", "full")
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half")
+# Idle time left of 1F1B's: a third with equal parts of a backward, half with measured ones; the others
+# as in table 5 of the Zero Bubble paper (arXiv 2401.10241).
+_IDLE_SHARE = {"zb_h1": 0.55, "zb_h2": 0.15, "zb_v": 0.1, "v_half": 0.6}
+_V_SHAPED = {"zb_v", "v_half"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,18 @@ class Job:
     global_batch: int
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     precision: str = "fp32"
-    software_factor: float = 1.0  # time of the framework's own work: measured step time ÷ this model's
+    software: Software = field(default_factory=Software)
+
+    @cached_property
+    def state(self) -> BytesPerParameter:
+        """Bytes of a parameter, its gradient and its optimizer state."""
+        per = bytes_per_parameter(self.precision, self.optimizer)
+        software = self.software
+        return BytesPerParameter(
+            software.parameter_bytes or per.parameter,
+            software.gradient_bytes or per.gradient,
+            per.optimizer_state,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +75,15 @@ class Layout:
         return self.mesh.pp * self.num_virtual_stages
 
     def chunks_of(self, stage: int) -> range:
-        """Chunks that pipeline rank ``stage`` holds: every ``pp``-th."""
+        """Chunks that pipeline rank ``stage`` holds: every ``pp``-th, or down and up again (V-shaped)."""
+        if self.schedule in _V_SHAPED:
+            return range(stage, self.num_chunks, self.num_chunks - 1 - 2 * stage)
         return range(stage, self.num_chunks, self.mesh.pp)
+
+    @property
+    def idle_share(self) -> float:
+        """Idle time as a share of 1F1B's with as many chunks."""
+        return _IDLE_SHARE.get(self.schedule, 1.0 / self.num_virtual_stages)
 
     def in_flight(self, stage: int) -> float:
         """Micro-batches whose activations rank ``stage`` keeps at its peak, for all of its chunks.
@@ -69,8 +94,12 @@ class Layout:
         p, m, v = self.mesh.pp, self.num_microbatches, self.num_virtual_stages
         if self.schedule == "gpipe":
             return m
-        if self.schedule == "1f1b":
+        if self.schedule in {"1f1b", "zb_h1"}:
             return min(p - stage, m)
+        if self.schedule == "zb_h2":
+            return min(2 * (p - stage) - 1, m)
+        if self.schedule in _V_SHAPED:
+            return min(p if self.schedule == "zb_v" else p / 2 + 1, m)
         return min((2 * (p - stage - 1) + (v - 1) * p + 1) / v, m)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from outsize.cost.blocks import BlockCosts
 from outsize.cost.layout import Assignment, Job, Layout
-from outsize.cost.precision import BytesPerParameter, bytes_per_parameter
+from outsize.cost.precision import BytesPerParameter
 from outsize.units import MIB
 
 __all__ = ["BUCKET_BYTES", "StateBytes", "estimate_stage_memory", "saved_bytes", "state_bytes"]
@@ -69,9 +69,7 @@ def estimate_stage_memory(
     parameters = sum(costs.parameters[index] for index in blocks) + tied_elsewhere(costs, blocks)
     trainable = sum(costs.trainable[index] for index in blocks) + tied_elsewhere(costs, blocks)
     largest = max(costs.parameters[index] for index in blocks)
-    state = state_bytes(
-        parameters, trainable, largest, layout, bytes_per_parameter(job.precision, job.optimizer)
-    )
+    state = state_bytes(parameters, trainable, largest, layout, job.state)
     kept = sum(saved_bytes(costs, index, assignment.recompute[index]) for index in blocks)
     categories = {
         "parameters": state.parameters + sum(costs.buffer_bytes[index] for index in blocks),

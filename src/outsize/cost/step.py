@@ -20,12 +20,8 @@ from outsize.cost.collective import all_gather_s, all_reduce_s, reduce_scatter_s
 from outsize.cost.compute import efficiency_of
 from outsize.cost.layout import Assignment, Job, Layout
 from outsize.cost.memory import estimate_stage_memory, tied_elsewhere
-from outsize.cost.precision import bytes_per_parameter
 
 __all__ = ["StepEstimate", "estimate_step", "recompute_s", "stage_devices"]
-
-# Share of a backward that reducing gradients can hide under.
-OVERLAP = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +79,13 @@ def estimate_step(job: Job, layout: Layout, costs: BlockCosts, assignment: Assig
         "recompute": m * pace.recompute,
         "tensor_parallel": m * pace.communication,
         "pipeline_send": m * pace.send,
-        "bubble": (sum(stage.total for stage in stages) - pace.total) / layout.num_virtual_stages,
+        "bubble": (sum(stage.total for stage in stages) - pace.total) * layout.idle_share,
         "data_parallel": max(
             _data_parallel_s(job, layout, costs, assignment, stage, time) for stage, time in enumerate(stages)
         ),
         "optimizer": max(_optimizer_s(job, layout, costs, assignment, s) for s in range(layout.mesh.pp)),
     }
-    parts = {name: time * job.software_factor for name, time in parts.items()}
+    parts = {name: time * job.software.factor for name, time in parts.items()}
     parts["contention"] = _contention_s(job, layout, stages, sum(parts.values()))
     memory = tuple(
         estimate_stage_memory(job, layout, costs, assignment, stage) for stage in range(layout.mesh.pp)
@@ -104,7 +100,7 @@ def _contention_s(job: Job, layout: Layout, stages: list[_StageTime], step_s: fl
         return 0.0
     copies = layout.mesh.world_size // layout.mesh.pp
     busy = layout.num_microbatches * sum(stage.total for stage in stages) * copies
-    return max(busy / cores * job.software_factor - step_s, 0.0)
+    return max(busy / cores * job.software.factor - step_s, 0.0)
 
 
 def _stage_time(
@@ -138,7 +134,7 @@ def _data_parallel_s(
     if layout.num_replicas == 1 and layout.state_sharding != "servers":
         return 0.0
     blocks = [index for chunk in layout.chunks_of(stage) for index in assignment.blocks_of(chunk)]
-    per = bytes_per_parameter(job.precision, job.optimizer)
+    per = job.state
     tied = tied_elsewhere(costs, blocks)
     gradients = (float(sum(costs.trainable[index] for index in blocks)) + tied) * per.gradient
     parameters = (float(sum(costs.parameters[index] for index in blocks)) + tied) * per.parameter
@@ -147,7 +143,7 @@ def _data_parallel_s(
         return server_traffic_s(job, mesh.dp, parameters + gradients)
     stride = mesh_stride(layout, "fsdp") if mesh.fsdp > 1 else mesh.cp * mesh.tp * mesh.ep
     replicas = axis_span(job, stride, mesh.dp * mesh.fsdp)
-    hidden = OVERLAP * (time.backward + time.communication / 2)
+    hidden = job.software.overlap * (time.backward + time.communication / 2)
     if layout.state_sharding == "none" or mesh.fsdp == 1:
         return max(all_reduce_s(replicas, gradients) - hidden, 0.0)
     shards = axis_span(job, stride, mesh.fsdp)
@@ -158,6 +154,7 @@ def _data_parallel_s(
         reduce_s = reduce_scatter_s(shards, gradients) + outer
         return max(reduce_s - hidden, 0.0) + max(all_gather_s(shards, parameters) - hidden / 2, 0.0)
     return _fully_sharded_s(
+        job,
         layout,
         shards_s=(all_gather_s(shards, parameters), reduce_scatter_s(shards, gradients)),
         outer=outer,
@@ -173,12 +170,12 @@ def server_traffic_s(job: Job, num_workers: int, num_bytes: float) -> float:
 
 
 def _fully_sharded_s(
-    layout: Layout, *, shards_s: tuple[float, float], outer: float, time: _StageTime
+    job: Job, layout: Layout, *, shards_s: tuple[float, float], outer: float, time: _StageTime
 ) -> float:
     """Gathers run beside each forward and backward, reductions beside each backward."""
     gather, reduce = shards_s
-    forward_hides = OVERLAP * (time.compute - time.backward)
-    backward_hides = OVERLAP * time.backward
+    forward_hides = job.software.overlap * (time.compute - time.backward)
+    backward_hides = job.software.overlap * time.backward
     each = max(gather - forward_hides, 0.0) + max(gather + reduce - backward_hides, 0.0)
     return each * layout.num_microbatches + max(outer - backward_hides, 0.0)
 
@@ -186,7 +183,7 @@ def _fully_sharded_s(
 def _optimizer_s(job: Job, layout: Layout, costs: BlockCosts, assignment: Assignment, stage: int) -> float:
     """The optimizer reads and writes its states and parameters once and reads gradients."""
     blocks = [index for chunk in layout.chunks_of(stage) for index in assignment.blocks_of(chunk)]
-    per = bytes_per_parameter(job.precision, job.optimizer)
+    per = job.state
     trainable = float(sum(costs.trainable[index] for index in blocks)) / layout.mesh.fsdp
     traffic = trainable * (2 * per.optimizer_state + 2 * per.parameter + per.gradient)
     device = job.cluster.weakest_device()

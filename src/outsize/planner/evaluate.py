@@ -9,7 +9,6 @@ from functools import cached_property
 
 from outsize.cost.blocks import BlockCosts, estimate_block_costs
 from outsize.cost.layout import Assignment, Job, Layout
-from outsize.cost.precision import BytesPerParameter, bytes_per_parameter
 from outsize.cost.step import StepEstimate, estimate_step
 from outsize.planner.stages import cut_stages
 
@@ -73,8 +72,8 @@ class Evaluator:
         """Seconds that no cut of this layout can beat: perfect balance, nothing recomputed or sent."""
         whole = self.costs(layout).whole_step_s
         pace = whole / layout.mesh.pp
-        passes = layout.num_microbatches * pace + (whole - pace) / layout.num_virtual_stages
-        return passes * self.job.software_factor / self._fastest_over_weakest
+        passes = layout.num_microbatches * pace + (whole - pace) * layout.idle_share
+        return passes * self.job.software.factor / self._fastest_over_weakest
 
     @cached_property
     def _fastest_over_weakest(self) -> float:
@@ -84,17 +83,13 @@ class Evaluator:
 
     def least_bytes(self, layout: Layout) -> float:
         """Bytes that some device needs at least, whatever the cuts: the mean state of the stages."""
-        costs, per = self.costs(layout), self._bytes_per_parameter
+        costs, per = self.costs(layout), self.job.state
         level, shards = layout.state_sharding, layout.mesh.fsdp
         parameters = per.parameter / (shards if level == "full" else 1)
         gradients = per.gradient / (shards if level in {"gradients", "full"} else 1)
         states = 0.0 if level == "servers" else per.optimizer_state / shards
         held = costs.whole_parameters * parameters + costs.whole_trainable * (gradients + states)
         return held / layout.mesh.pp + self.job.cluster.weakest_device().reserve_bytes
-
-    @cached_property
-    def _bytes_per_parameter(self) -> BytesPerParameter:
-        return bytes_per_parameter(self.job.precision, self.job.optimizer)
 
     def fits_any(self, layouts: Iterable[Layout]) -> bool:
         """Whether some layout fits; the ones that need least are tried first."""

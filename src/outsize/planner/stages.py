@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from outsize.cost.blocks import BlockCosts
 from outsize.cost.layout import Assignment, Job, Layout
 from outsize.cost.memory import BUCKET_BYTES, block_temporary_bytes, estimate_stage_memory, saved_bytes
-from outsize.cost.precision import bytes_per_parameter
 from outsize.cost.step import recompute_s, stage_devices, stage_link
 from outsize.errors import PlanError
 from outsize.model.profile import ModelProfile
@@ -93,7 +92,7 @@ class _StageTables:
 
     def __init__(self, job: Job, layout: Layout, costs: BlockCosts, *, recompute: bool) -> None:
         self.job, self.layout, self.costs, self.recompute = job, layout, costs, recompute
-        self.per = bytes_per_parameter(job.precision, job.optimizer)
+        self.per = job.state
 
     def cost(self, legal: list[int]) -> Array:
         """Array (ranks, boundaries, boundaries) of seconds, infinite where a stage cannot be."""

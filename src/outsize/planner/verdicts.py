@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from outsize.cluster.topology import Cluster
 from outsize.cost.layout import Job
-from outsize.cost.precision import bytes_per_parameter
 from outsize.cost.step import server_traffic_s
 from outsize.plan.plan import MEMORY_CATEGORIES, Mesh, Verdict
 from outsize.plan.reasons import Reason, ReasonCode
@@ -82,7 +81,7 @@ def _why_not(strategy: Strategy, job: Job, shown: Evaluated) -> Reason:
     device = job.cluster.weakest_device()
     usable = format_bytes(device.usable_bytes)
     state = sum(memory[name] for name in _STATE)
-    per = bytes_per_parameter(job.precision, job.optimizer)
+    per = job.state
     split = shown.layout.mesh.tp
     largest = max(block.num_parameters for block in job.profile.blocks)
     unit = largest * (per.parameter + per.gradient) / split
@@ -147,7 +146,7 @@ def _why_it_fits(strategy: Strategy, job: Job, shown: Evaluated) -> Reason:
 
 def _saturation(job: Job, shown: Evaluated) -> str:
     compute_s = shown.estimate.by_part_s["compute"]
-    per = bytes_per_parameter(job.precision, job.optimizer)
+    per = job.state
     num_bytes = job.profile.num_parameters * (per.parameter + per.gradient)
     workers = 1
     while workers < job.cluster.num_devices and server_traffic_s(job, workers + 1, num_bytes) <= compute_s:

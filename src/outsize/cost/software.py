@@ -1,0 +1,38 @@
+"""What a framework adds to the physics: one time factor, what it overlaps, and what state it keeps."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+__all__ = ["Software", "find_software"]
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """A framework. ``factor`` multiplies every time; ``overlap`` is the share of a backward that reducing
+    gradients can hide under; ``gradient_bytes`` replaces the precision's bytes of a gradient where the
+    framework accumulates in float32.
+    """
+
+    name: str = "outsize"
+    factor: float = 1.0
+    overlap: float = 0.8
+    gradient_bytes: float | None = None
+    parameter_bytes: float | None = None
+    fused_attention: bool = True
+    dropout: bool = False
+    kept_mlp_copies: int = 0
+
+
+@cache
+def _tables() -> dict[str, Software]:
+    text = files("outsize.cost").joinpath("software.toml").read_text(encoding="utf-8")
+    return {name: Software(name=name, **figures) for name, figures in tomllib.loads(text).items()}
+
+
+def find_software(name: str) -> Software:
+    """Return the framework called ``name``; one that is not known counts as outsize itself."""
+    return _tables().get(name, Software(name=name))
