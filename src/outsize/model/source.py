@@ -1,0 +1,108 @@
+"""A model that can be built and fed: its factory, its name and its sample batches."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from outsize.errors import ModelError, OutsizeError
+
+__all__ = ["ModelSource", "call_user_function", "resize_batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from.
+
+    ``build`` is the user's function: it returns a module or ``(module, sample_batch)``. ``make_batch``, where
+    there is one, takes the number of samples and returns a batch.
+    """
+
+    name: str
+    build: Callable[[], Any]
+    make_batch: Callable[[int], Any] | None = None
+
+    def factory(self) -> nn.Module:
+        """Build the module.
+
+        Raises:
+            ModelError: the user's function raises or returns something else.
+        """
+        return self._build()[0]
+
+    def sample_batch(self, num_samples: int) -> Any:
+        """Return a batch of ``num_samples`` samples, in the form that the model's forward takes.
+
+        A batch returned beside the module is taken from a build on the meta device, so its tensors may have
+        no values: they are enough to record and to plan, not to train.
+
+        Raises:
+            ModelError: there is no sample batch, or making it fails.
+        """
+        if self.make_batch is not None:
+            make_batch = self.make_batch
+            return call_user_function(self.name, lambda: make_batch(num_samples))
+        with torch.device("meta"):
+            batch = self._build()[1]
+        if batch is None:
+            raise ModelError(
+                f"{self.name} has no sample batch",
+                why="recording calls the model's forward once, so it has to know what the model takes",
+                attempt="add a function batch(num_samples) to the file, or return (module, sample_batch)",
+            )
+        return resize_batch(batch, num_samples)
+
+    def _build(self) -> tuple[nn.Module, Any]:
+        built = call_user_function(self.name, self.build)
+        module, batch = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+        if not isinstance(module, nn.Module):
+            raise ModelError(
+                f"{self.name} returned {_describe(built)}, not a module",
+                why="a model factory returns an nn.Module or (module, sample_batch)",
+                attempt="name the function that builds the model; it takes no arguments",
+            )
+        return module, batch
+
+
+def _describe(built: Any) -> str:
+    if isinstance(built, type):
+        return f"the class {built.__name__}"
+    return "None" if built is None else f"an object of type {type(built).__name__}"
+
+
+def call_user_function(name: str, function: Callable[[], Any]) -> Any:
+    """Call a function of the user's; what it raises becomes a ModelError with its message and line."""
+    try:
+        return function()
+    except OutsizeError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        message = str(error).strip().splitlines()
+        raise ModelError(
+            f"{name} raised {type(error).__name__}: {message[0] if message else '(no message)'}",
+            why=f"at {frame.filename}:{frame.lineno}: {frame.line or ''}".rstrip(": "),
+            attempt="call the function by itself, outside outsize, and repair it there",
+        ) from error
+
+
+def resize_batch(batch: Any, num_samples: int) -> Any:
+    """Return ``batch`` with ``num_samples`` rows: rows repeat in turn; every tensor's dim 0 counts samples.
+
+    Tensors without dims stay as they are.
+    """
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] == num_samples:
+            return leaf
+        if leaf.is_meta:
+            return leaf.new_empty((num_samples, *leaf.shape[1:]))
+        return leaf[torch.arange(num_samples, device=leaf.device) % leaf.shape[0]]
+
+    return tree_map(resize, batch)
