@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -74,10 +75,10 @@ class Layout:
         """Pieces that the blocks are cut into: virtual stages over all pipeline ranks."""
         return self.mesh.pp * self.num_virtual_stages
 
-    def chunks_of(self, stage: int) -> range:
+    def chunks_of(self, stage: int) -> Sequence[int]:
         """Chunks that pipeline rank ``stage`` holds: every ``pp``-th, or down and up again (V-shaped)."""
         if self.schedule in _V_SHAPED:
-            return range(stage, self.num_chunks, self.num_chunks - 1 - 2 * stage)
+            return (stage, self.num_chunks - 1 - stage)
         return range(stage, self.num_chunks, self.mesh.pp)
 
     @property
@@ -85,22 +86,27 @@ class Layout:
         """Idle time as a share of 1F1B's with as many chunks."""
         return _IDLE_SHARE.get(self.schedule, 1.0 / self.num_virtual_stages)
 
-    def in_flight(self, stage: int) -> float:
-        """Micro-batches whose activations rank ``stage`` keeps at its peak, for all of its chunks.
+    def in_flight(self, stage: int) -> tuple[int, ...]:
+        """Micro-batches whose activations each chunk of rank ``stage`` keeps at the rank's peak.
 
-        GPipe keeps all m; 1F1B min(p - i, m); interleaved 1F1B keeps 2 (p-i-1) + (v-1) p + 1 chunks
-        (Narayanan et al. 2021), here as a share of the rank's v chunks.
+        GPipe keeps all m; 1F1B min(p - i, m). Interleaved 1F1B keeps 2 (p-i-1) + (v-1) p + 1 chunks in
+        all (Narayanan et al. 2021): p of each, of the last no more than are left. V-shaped schedules keep
+        few of the chunk on the way up, which returns soon.
         """
         p, m, v = self.mesh.pp, self.num_microbatches, self.num_virtual_stages
         if self.schedule == "gpipe":
-            return m
-        if self.schedule in {"1f1b", "zb_h1"}:
-            return min(p - stage, m)
-        if self.schedule == "zb_h2":
-            return min(2 * (p - stage) - 1, m)
-        if self.schedule in _V_SHAPED:
-            return min(p if self.schedule == "zb_v" else p / 2 + 1, m)
-        return min((2 * (p - stage - 1) + (v - 1) * p + 1) / v, m)
+            counts = [m] * v
+        elif self.schedule in {"1f1b", "zb_h1"}:
+            counts = [p - stage]
+        elif self.schedule == "zb_h2":
+            counts = [2 * (p - stage) - 1]
+        elif self.schedule in _V_SHAPED:
+            total, up = (2 * p, stage + 1) if self.schedule == "zb_v" else (p + 2, stage // 2 + 1)
+            counts = [total - up, up]
+        else:
+            begun = 2 * (p - stage - 1) + 1
+            counts = [p + max(begun - p, 0), *[p] * (v - 2), min(begun, p)]
+        return tuple(min(count, m) for count in counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,12 +70,16 @@ def estimate_stage_memory(
     trainable = sum(costs.trainable[index] for index in blocks) + tied_elsewhere(costs, blocks)
     largest = max(costs.parameters[index] for index in blocks)
     state = state_bytes(parameters, trainable, largest, layout, job.state)
-    kept = sum(saved_bytes(costs, index, assignment.recompute[index]) for index in blocks)
+    kept = sum(
+        count * saved_bytes(costs, index, assignment.recompute[index])
+        for chunk, count in zip(layout.chunks_of(stage), layout.in_flight(stage), strict=True)
+        for index in assignment.blocks_of(chunk)
+    )
     categories = {
         "parameters": state.parameters + sum(costs.buffer_bytes[index] for index in blocks),
         "gradients": state.gradients,
         "optimizer_states": state.optimizer_states,
-        "activations": kept * layout.in_flight(stage),
+        "activations": kept,
         "temporaries": max(
             block_temporary_bytes(costs, index, assignment.recompute[index]) for index in blocks
         ),

@@ -112,7 +112,7 @@ class _StageTables:
         reference = job.cluster.weakest_device().rate(job.precision)
         for stage, device in enumerate(stage_devices(job, layout)):
             room = device.memory_bytes - job.cluster.weakest_device().reserve_bytes - state
-            in_flight = layout.in_flight(stage)
+            (in_flight,) = layout.in_flight(stage)
             slower = reference / device.rate(job.precision)
             time = compute * slower + other
             short = kept * in_flight + temporary - room
@@ -259,26 +259,33 @@ def _fill(
     for stage, device in enumerate(stage_devices(job, layout)):
         memory = estimate_stage_memory(job, layout, costs, Assignment(bounds, tuple(modes)), stage)
         short: float = sum(memory.values()) - device.memory_bytes
-        order = _recompute_order(layout, costs, bounds, stage) if recompute and short > 0 else []
+        order = _recompute_order(layout, costs, bounds, stage) if recompute and short > 0 else {}
         held: float = memory["temporaries"]
-        for block in order:
+        for block, in_flight in order.items():
             if short <= 0:
                 break
             saving = saved_bytes(costs, block, modes[block]) - saved_bytes(costs, block, "full")
             modes[block] = "full"
             temporary = max(held, block_temporary_bytes(costs, block, "full"))
-            short += temporary - held - saving * layout.in_flight(stage)
+            short += temporary - held - saving * in_flight
             held = temporary
         fits = fits and short <= 0
     return StageCuts(Assignment(bounds, tuple(modes)), fits)
 
 
-def _recompute_order(layout: Layout, costs: BlockCosts, bounds: tuple[int, ...], stage: int) -> list[int]:
-    """Blocks of a rank that recomputation frees memory of, cheapest byte first."""
-    blocks = [block for chunk in layout.chunks_of(stage) for block in range(bounds[chunk], bounds[chunk + 1])]
+def _recompute_order(
+    layout: Layout, costs: BlockCosts, bounds: tuple[int, ...], stage: int
+) -> dict[int, int]:
+    """Blocks of a rank that recomputation frees memory of, cheapest byte first; micro-batches in flight."""
+    in_flight = {
+        block: count
+        for chunk, count in zip(layout.chunks_of(stage), layout.in_flight(stage), strict=True)
+        for block in range(bounds[chunk], bounds[chunk + 1])
+    }
     base = layout.base_recompute
-    saving = [block for block in blocks if costs.full_saved_bytes[block] < saved_bytes(costs, block, base)]
-    return sorted(saving, key=lambda block: _seconds_per_byte(costs, block))
+    saving = [block for block in in_flight if costs.full_saved_bytes[block] < saved_bytes(costs, block, base)]
+    saving.sort(key=lambda block: _seconds_per_byte(costs, block) / in_flight[block])
+    return {block: in_flight[block] for block in saving}
 
 
 def _seconds_per_byte(costs: BlockCosts, block: int) -> float:

@@ -94,7 +94,7 @@ def _why_not(strategy: Strategy, job: Job, shown: Evaluated) -> Reason:
     text = (
         f"the state of {format_bytes(state)} fits, but activations of {format_bytes(memory['activations'])} "
         f"and temporaries of {format_bytes(memory['temporaries'])} do not: micro-batches of "
-        f"{layout.microbatch_size}, {layout.in_flight(0):.3g} in flight, {usable} usable"
+        f"{layout.microbatch_size}, {max(layout.in_flight(0))} in flight, {usable} usable"
     )
     return Reason(ReasonCode.ACT_TOO_BIG, text)
 
