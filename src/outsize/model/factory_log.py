@@ -106,9 +106,7 @@ class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for position, leaf in enumerate(results)
             if isinstance(leaf, torch.Tensor) and _is_meta(leaf) and _storage(leaf) not in reads
         )
-        written = (
-            _written_positions(func, leaves, structure) if isinstance(func, torch._ops.OpOverload) else []
-        )
+        written = _written_positions(func, leaves, structure)
         writes = tuple(_storage(leaves[position]) for position in written if _is_meta(leaves[position]))
         if not creates and not writes:
             return
@@ -120,9 +118,7 @@ class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reads=tuple(reads),
             creates=creates,
             writes=writes,
-            overwrites=func in _OVERWRITES
-            and len(writes) == 1
-            and _fills_its_storage(leaves[written[0]], leaves),
+            overwrites=_fills(func) and len(writes) == 1 and _fills_its_storage(leaves[written[0]], leaves),
         )
         for storage in (*(storage for _, storage in creates), *writes):
             self._touching.setdefault(storage, []).append(len(self._entries))
