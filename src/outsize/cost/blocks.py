@@ -36,6 +36,7 @@ class BlockCost:
     full_s: float  # added to backward by recomputing the block
     parameters: float
     trainable: float
+    tied_parameters: float  # needed once more when the owner is on another stage
     buffer_bytes: float
     saved_bytes: float
     selective_saved_bytes: float
@@ -55,6 +56,7 @@ class BlockCosts:
     full_s: Array
     parameters: Array
     trainable: Array
+    tied_parameters: Array
     buffer_bytes: Array
     saved_bytes: Array
     selective_saved_bytes: Array
@@ -95,15 +97,6 @@ class BlockCosts:
             for index, block in enumerate(self.blocks)
         )
 
-    @cached_property
-    def tied_parameters(self) -> tuple[float, ...]:
-        """Parameters a block needs once more when it is not on the stage of their owner."""
-        shares = self.parameters / np.maximum([block.num_parameters for block in self.blocks], 1)
-        return tuple(
-            block.num_tied_parameters * (share if block.num_parameters else 1.0)
-            for block, share in zip(self.blocks, shares, strict=True)
-        )
-
 
 def splits(block: BlockProfile, degree: int) -> bool:
     """Whether the block's operators can be divided ``degree`` ways."""
@@ -141,11 +134,13 @@ def _block_cost(block: BlockProfile, job: Job, layout: Layout) -> BlockCost:
         communication_s=communication,
         selective_s=selective,
         full_s=forward + communication,
-        **_sizes(block, samples, shards, scale),
+        **_sizes(block, samples, shards, scale, job.precision),
     )
 
 
-def _sizes(block: BlockProfile, samples: int, shards: Shards, scale: float) -> dict[str, float]:
+def _sizes(
+    block: BlockProfile, samples: int, shards: Shards, scale: float, precision: str
+) -> dict[str, float]:
     """Bytes and parameters held by one device."""
     tensor = shards.tensor
     dense = block.num_parameters - block.num_expert_parameters
@@ -159,12 +154,14 @@ def _sizes(block: BlockProfile, samples: int, shards: Shards, scale: float) -> d
         return value.of(samples) * scale * fraction
 
     selective = block.selective_saved_bytes
+    narrow = 1 - block.matmul_input_fraction / 2 if precision == "fp8" else 1.0
     return {
         "parameters": parameters,
         "trainable": trainable,
+        "tied_parameters": block.num_tied_parameters / tensor,
         "buffer_bytes": float(block.buffer_bytes),
-        "saved_bytes": amount(block.saved_activation_bytes, kept),
-        "selective_saved_bytes": amount(selective or block.saved_activation_bytes, kept),
+        "saved_bytes": amount(block.saved_activation_bytes, kept * narrow),
+        "selective_saved_bytes": amount(selective or block.saved_activation_bytes, kept * narrow),
         "full_saved_bytes": amount(block.recompute_input_bytes, 1 / shards.sequence / shards.context),
         "temporary_bytes": amount(block.temporary_bytes, kept),
         "output_bytes": amount(block.output_bytes, 1 / shards.sequence / shards.context),
@@ -182,7 +179,9 @@ def _communication_s(block: BlockProfile, job: Job, layout: Layout, tensor: int,
         )
     if mesh.ep > 1 and block.num_expert_parameters:
         message = block.all_to_all_bytes.of(samples) * scale / mesh.cp
-        time += 2 * all_to_all_s(axis_span(job, mesh_stride(layout, "ep"), mesh.ep), message)
+        time += 2 * all_to_all_s(
+            axis_span(job, mesh_stride(layout, "ep"), mesh.ep), message, block.num_token_copies
+        )
     return time
 
 

@@ -51,14 +51,20 @@ def all_reduce_s(span: Span, num_bytes: float) -> float:
     return 2 * all_gather_s(span, num_bytes)
 
 
-def all_to_all_s(span: Span, num_bytes: float) -> float:
-    """Seconds in which each member sends ``num_bytes`` in equal parts to all members."""
+def all_to_all_s(span: Span, num_bytes: float, num_copies: int = 1) -> float:
+    """Seconds in which each member sends ``num_bytes`` in equal parts to all members.
+
+    Where the bytes are ``num_copies`` copies for members drawn at random, those for one machine travel
+    once: of H machines, H (1 - (1 - 1/H)^k) are hit.
+    """
     n = span.degree
     if n <= 1:
         return 0.0
     if span.across is None:
         return num_bytes * (n - 1) / n / span.inside.bandwidth_bytes_per_s + _steps(span.inside, n)
-    leaving = num_bytes * (n - span.per_machine) / n
+    machines = span.num_machines
+    hit = machines * (1 - (1 - 1 / machines) ** num_copies) / num_copies
+    leaving = num_bytes * hit * (n - span.per_machine) / n
     return leaving / span.across.bandwidth_bytes_per_s + _steps(span.across, n)
 
 

@@ -47,7 +47,11 @@ class Shards:
 @cache
 def _curves() -> dict[str, Efficiency]:
     text = files("outsize.cost").joinpath("efficiency.toml").read_text(encoding="utf-8")
-    return {kind: Efficiency(**figures) for kind, figures in tomllib.loads(text).items()}
+    curves = {}
+    for family, figures in tomllib.loads(text).items():
+        curve = Efficiency(**{name: value for name, value in figures.items() if name != "devices"})
+        curves.update(dict.fromkeys([family, *figures.get("devices", [])], curve))
+    return curves
 
 
 def efficiency_of(device: Device) -> Efficiency:

@@ -16,10 +16,13 @@ __all__ = ["RECOMPUTE_MODES", "SCHEDULES", "STATE_SHARDINGS", "Assignment", "Job
 
 RECOMPUTE_MODES = ("none", "selective", "full")
 STATE_SHARDINGS = ("none", "optimizer_states", "gradients", "full")
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "vocabulary_1f1b")
 # Idle time left of 1F1B's: a third with equal parts of a backward, half with measured ones; the others
 # as in table 5 of the Zero Bubble paper (arXiv 2401.10241).
 _IDLE_SHARE = {"zb_h1": 0.55, "zb_h2": 0.15, "zb_v": 0.1, "v_half": 0.6}
+# A backward in two parts keeps output gradients until the weights' part has run.
+SPLIT_BACKWARD_SHARE = 1.07
+SPLIT_BACKWARD = {"zb_h1", "zb_h2", "zb_v"}
 _V_SHAPED = {"zb_v", "v_half"}
 
 
@@ -50,8 +53,8 @@ class Job:
 class Layout:
     """Degrees, micro-batches, schedule and what is sharded.
 
-    State is sharded over ``fsdp`` as far as ``state_sharding`` says; "servers" leaves the optimizer's
-    states to parameter servers, one a machine.
+    State is sharded over ``fsdp`` and ``cp`` as far as ``state_sharding`` says; "servers" leaves the
+    optimizer's states to parameter servers, one a machine.
 
     ``num_microbatches`` counts all passes of one replica in a step, accumulation included.
     """
@@ -69,6 +72,11 @@ class Layout:
     def num_replicas(self) -> int:
         """Groups of devices that each see other samples; experts are spread over replicas too."""
         return self.mesh.dp * self.mesh.fsdp * self.mesh.ep
+
+    @property
+    def num_state_shards(self) -> int:
+        """Devices that share one copy of what is sharded."""
+        return 1 if self.state_sharding in {"none", "servers"} else self.mesh.fsdp * self.mesh.cp
 
     @property
     def num_chunks(self) -> int:
@@ -98,6 +106,8 @@ class Layout:
             counts = [m] * v
         elif self.schedule in {"1f1b", "zb_h1"}:
             counts = [p - stage]
+        elif self.schedule == "vocabulary_1f1b":  # two more, for the passes over the spread vocabulary
+            counts = [p - stage + 2]
         elif self.schedule == "zb_h2":
             counts = [2 * (p - stage) - 1]
         elif self.schedule in _V_SHAPED:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outsize.cost.blocks import BlockCosts
-from outsize.cost.layout import Assignment, Job, Layout
+from outsize.cost.layout import SPLIT_BACKWARD, SPLIT_BACKWARD_SHARE, Assignment, Job, Layout
 from outsize.cost.precision import BytesPerParameter
 from outsize.units import MIB
 
@@ -35,7 +35,7 @@ def state_bytes(
     Sharded in full, a stage also holds two gathered blocks (the one computed and the next) and one
     unsharded block of gradients.
     """
-    level, shards = layout.state_sharding, layout.mesh.fsdp
+    level, shards = layout.state_sharding, layout.num_state_shards
     held = parameters * per.parameter
     if level == "servers":
         return StateBytes(held, trainable * per.gradient, 0.0)
@@ -75,6 +75,13 @@ def estimate_stage_memory(
         for chunk, count in zip(layout.chunks_of(stage), layout.in_flight(stage), strict=True)
         for index in assignment.blocks_of(chunk)
     )
+    if layout.schedule in SPLIT_BACKWARD:
+        kept *= SPLIT_BACKWARD_SHARE
+    if job.software.keeps_outputs:
+        kept += sum(
+            count * float(costs.output_bytes[assignment.bounds[chunk + 1] - 1])
+            for chunk, count in zip(layout.chunks_of(stage), layout.in_flight(stage), strict=True)
+        )
     categories = {
         "parameters": state.parameters + sum(costs.buffer_bytes[index] for index in blocks),
         "gradients": state.gradients,
@@ -83,9 +90,8 @@ def estimate_stage_memory(
         "temporaries": max(
             block_temporary_bytes(costs, index, assignment.recompute[index]) for index in blocks
         ),
-        "communication_buffers": communication_buffer_bytes(
-            layout, costs, state.gradients, blocks[0], blocks[-1]
-        ),
+        "communication_buffers": job.software.bucket_bytes
+        + communication_buffer_bytes(layout, costs, state.gradients, blocks[0], blocks[-1]),
         "reserve": job.cluster.weakest_device().reserve_bytes,
     }
     return {name: round(num_bytes) for name, num_bytes in categories.items()}

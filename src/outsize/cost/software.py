@@ -24,7 +24,12 @@ class Software:
     parameter_bytes: float | None = None
     fused_attention: bool = True
     dropout: bool = False
-    kept_mlp_copies: int = 0
+    ties_embeddings: bool = True  # of GPT models
+    kept_mlp_copies: int = 0  # of an MLP's width, kept for backward; 0: as few as fused kernels need
+    kept_norm_bytes: int = 2  # a norm keeps of each value of its input
+    scatters_sends: bool = False  # each device of a tensor-parallel group sends its part to the next stage
+    keeps_outputs: bool = False  # a stage's outputs stay until their gradient is back
+    bucket_bytes: float = 0.0  # fixed communication buffers
 
 
 @cache

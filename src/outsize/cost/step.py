@@ -21,7 +21,7 @@ from outsize.cost.compute import efficiency_of
 from outsize.cost.layout import Assignment, Job, Layout
 from outsize.cost.memory import estimate_stage_memory, tied_elsewhere
 
-__all__ = ["StepEstimate", "estimate_step", "recompute_s", "stage_devices"]
+__all__ = ["StepEstimate", "estimate_step", "recompute_s", "sent_parts", "stage_devices", "stage_link"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +115,16 @@ def _stage_time(
     again = sum(recompute_s(costs, index, assignment.recompute[index]) for index in blocks) * slower
     link = stage_link(job, layout)
     sends = sum(
-        2 * send_s(link, float(costs.output_bytes[assignment.bounds[chunk] - 1]))
+        2 * send_s(link, float(costs.output_bytes[assignment.bounds[chunk] - 1]) / sent_parts(job, layout))
         for chunk in layout.chunks_of(stage)
         if chunk > 0 and layout.mesh.pp > 1
     )
     return _StageTime(forward + backward, communication, again, sends, backward)
+
+
+def sent_parts(job: Job, layout: Layout) -> int:
+    """Into how many parts a value sent between stages is scattered over the tensor-parallel group."""
+    return layout.mesh.tp if job.software.scatters_sends and not layout.sequence_parallel else 1
 
 
 def stage_link(job: Job, layout: Layout) -> Link:
@@ -184,7 +189,7 @@ def _optimizer_s(job: Job, layout: Layout, costs: BlockCosts, assignment: Assign
     """The optimizer reads and writes its states and parameters once and reads gradients."""
     blocks = [index for chunk in layout.chunks_of(stage) for index in assignment.blocks_of(chunk)]
     per = job.state
-    trainable = float(sum(costs.trainable[index] for index in blocks)) / layout.mesh.fsdp
+    trainable = float(sum(costs.trainable[index] for index in blocks)) / layout.num_state_shards
     traffic = trainable * (2 * per.optimizer_state + 2 * per.parameter + per.gradient)
     device = job.cluster.weakest_device()
     return traffic / (device.memory_bandwidth_bytes_per_s * efficiency_of(device).bandwidth)

@@ -12,7 +12,7 @@ from math import gcd
 
 from outsize.model.profile import Amount, BlockProfile, ModelProfile, OperatorProfile
 
-__all__ = ["TransformerConfig", "transformer_profile"]
+__all__ = ["TransformerConfig", "spread_vocabulary", "transformer_profile"]
 
 ELEMENT = 2  # bytes
 
@@ -49,6 +49,7 @@ class TransformerConfig:
     fused_attention: bool = True
     dropout: bool = False
     kept_mlp_copies: int = 0  # of ffn_hidden, kept for backward; 0: 3 if gated, else 2
+    kept_norm_bytes: int = 2  # a norm keeps of each value of its input
 
     @property
     def ffn(self) -> int:
@@ -77,6 +78,7 @@ class _Part:
     experts: int = 0
     score_bytes: float = 0.0  # of unfused attention, kept a token
     score_flops: float = 0.0
+    input_bytes: float = 0.0  # of matrix products, part of the above
     widest: int = 0  # widest intermediate, for temporaries
 
 
@@ -142,6 +144,7 @@ def _attention(config: TransformerConfig, tokens: int, *, is_causal: bool) -> _P
         operators=(projections[0], *core, *projections[1:]),
         split_bytes=kept,
         whole_bytes=(ELEMENT + config.dropout) * h,
+        input_bytes=ELEMENT * (h + heads * config.width_of_head),
         score_bytes=scores,
         score_flops=0.0 if config.fused_attention else flops,
         widest=(heads + 2 * kv) * d,
@@ -177,6 +180,7 @@ def _mlp(config: TransformerConfig, tokens: int) -> _Part:
         ),
         split_bytes=ELEMENT * copies * f,
         whole_bytes=(ELEMENT + config.dropout) * h,
+        input_bytes=ELEMENT * (h + f),
         widest=ups * f,
     )
 
@@ -217,6 +221,7 @@ def _experts(config: TransformerConfig, tokens: int) -> _Part:
         ),
         split_bytes=ELEMENT * (active + shared) * copies * f,
         whole_bytes=ELEMENT * h * (1 + 2 * active),
+        input_bytes=ELEMENT * (active * (h + f)),
         experts=config.num_experts * each,
         widest=ups * f * active,
     )
@@ -238,7 +243,8 @@ def _layer(
     operators = (*(operator for part in parts for operator in part.operators), passes)
     norms = len(parts) * h
     parameters = sum(part.parameters for part in parts) + norms
-    whole = sum(part.whole_bytes for part in parts) + len(parts) * ELEMENT * h
+    whole = sum(part.whole_bytes for part in parts) + len(parts) * config.kept_norm_bytes * h
+    inputs = sum(part.input_bytes for part in parts)
     split = sum(part.split_bytes for part in parts)
     scores = sum(part.score_bytes for part in parts)
     forward = sum(operator.forward_flops.per_sample for operator in operators)
@@ -261,12 +267,14 @@ def _layer(
         shardable_parameter_fraction=1 - norms / parameters,
         shardable_activation_fraction=(split + scores) / (whole + split + scores),
         shardable_flops_fraction=1.0,
+        matmul_input_fraction=inputs / (whole + split + scores),
         num_forward_all_reduces=len(parts),
         all_reduce_bytes=Amount(ELEMENT * tokens * h),
         max_tensor_parallel_degree=gcd(config.num_heads, config.ffn),
         operators=operators,
         num_expert_parameters=sum(part.experts for part in parts),
         all_to_all_bytes=Amount(ELEMENT * tokens * h * config.num_active_experts if has_experts else 0.0),
+        num_token_copies=max(config.num_active_experts, 1),
     )
 
 
@@ -301,7 +309,7 @@ def _head(config: TransformerConfig, tokens: int) -> BlockProfile:
     """Final norm, projection to the vocabulary and cross-entropy in float32."""
     h, vocab = config.hidden, config.vocab
     projection = _matmul(tokens, h, vocab, "columns")
-    loss = _elementwise(tokens, 4.0 * 3 * vocab, "columns")
+    loss = _elementwise(tokens, 4.0 * 6 * vocab, "columns")
     norm = _elementwise(tokens, 2 * ELEMENT * h, "tokens")
     own = h + (0 if config.is_tied else vocab * h)
     kept_whole, kept_split = 2 * ELEMENT * h, 4.0 * vocab
@@ -330,3 +338,37 @@ def _head(config: TransformerConfig, tokens: int) -> BlockProfile:
         max_tensor_parallel_degree=gcd(config.num_heads, config.ffn),
         operators=(norm, projection, loss),
     )
+
+
+def spread_vocabulary(profile: ModelProfile) -> ModelProfile:
+    """Return the profile with embedding and head cut evenly over the layers (Vocabulary Parallelism)."""
+    embedding, *layers, head = profile.blocks
+    share = 1 / len(layers)
+    extra = round((embedding.num_parameters + head.num_parameters + head.num_tied_parameters) * share)
+    pieces = tuple(
+        replace(
+            operator,
+            forward_flops=operator.forward_flops.scaled(share),
+            bytes_moved=operator.bytes_moved.scaled(share),
+            columns=round(operator.columns * share),
+        )
+        for operator in head.operators
+    )
+    spread = [
+        replace(
+            layer,
+            num_parameters=layer.num_parameters + extra,
+            num_trainable_parameters=layer.num_trainable_parameters + extra,
+            forward_flops=layer.forward_flops + head.forward_flops.scaled(share),
+            backward_flops=layer.backward_flops + head.backward_flops.scaled(share),
+            operators=(*layer.operators, *pieces),
+        )
+        for layer in layers
+    ]
+    kept = head.saved_activation_bytes.scaled(share)
+    ends = {"num_parameters": 0, "num_trainable_parameters": 0, "num_tied_parameters": 0}
+    first = replace(embedding, **ends)
+    last = replace(
+        head, **ends, operators=head.operators[:1], tied_parameter_names=(), saved_activation_bytes=kept
+    )
+    return replace(profile, blocks=(first, *spread, last))

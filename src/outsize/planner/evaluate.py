@@ -84,7 +84,7 @@ class Evaluator:
     def least_bytes(self, layout: Layout) -> float:
         """Bytes that some device needs at least, whatever the cuts: the mean state of the stages."""
         costs, per = self.costs(layout), self.job.state
-        level, shards = layout.state_sharding, layout.mesh.fsdp
+        level, shards = layout.state_sharding, layout.num_state_shards
         parameters = per.parameter / (shards if level == "full" else 1)
         gradients = per.gradient / (shards if level in {"gradients", "full"} else 1)
         states = 0.0 if level == "servers" else per.optimizer_state / shards

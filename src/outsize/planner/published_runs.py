@@ -1,9 +1,8 @@
-"""Reads published training runs from a CSV file and turns each row into a job, a layout and what was measured."""
+"""Reads published training runs from a CSV file: each row a job, a layout and what was measured."""
 
 from __future__ import annotations
 
 import csv
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,14 +10,13 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from outsize.cluster.argument import parse_cluster
 from outsize.cluster.catalog import find_device, with_memory
 from outsize.cluster.link import Link
 from outsize.cluster.topology import Cluster, Machine
 from outsize.cost.layout import Job, Layout
-from outsize.cost.software import find_software
+from outsize.cost.software import Software, find_software
 from outsize.errors import OutsizeError
-from outsize.model.transformer_profile import TransformerConfig, transformer_profile
+from outsize.model.transformer_profile import TransformerConfig, spread_vocabulary, transformer_profile
 from outsize.plan.plan import Mesh, OptimizerSpec
 from outsize.units import GIB
 
@@ -60,10 +58,12 @@ class PublishedRun:
 class _Source:
     match: str = ""
     software: str = ""
+    software_fully_sharded: str = ""  # for rows of ZeRO stage 3
     network: float | None = None
     memory: str = ""
     flops: str = ""
     recompute: str = ""
+    zero_stage: str = ""  # where the column is blank
 
 
 @cache
@@ -101,18 +101,31 @@ def read_run(row: Mapping[str, str], number: int) -> PublishedRun:
     if blank:
         raise Unmodelled(f"not published: {', '.join(blank)}")
     source = _source_of(row)
-    software = replace(find_software(source.software), name=source.software)
-    config = _config(row, software.fused_attention, software.dropout, software.kept_mlp_copies)
+    name = source.software
+    if row.get("zero_stage") == "3" and source.software_fully_sharded:
+        name = source.software_fully_sharded
+    spreads = "vocabulary layers sharded over all stages" in row.get("notes", "")
+    if spreads:
+        name = "vocabulary_parallelism_spread"
+    software = find_software(name)
+    if "extra 4 bytes/param" in row.get("notes", ""):
+        software = replace(software, gradient_bytes=6.0)
+    config = _config(row, software)
     precision = _precision(row["precision"])
+    profile = transformer_profile(config, _int(row["seq_len"]))
+    if spreads:
+        profile = spread_vocabulary(profile)
     job = Job(
-        profile=transformer_profile(config, _int(row["seq_len"])),
+        profile=profile,
         cluster=_cluster(row, source),
         global_batch=_int(row["global_batch"]),
         optimizer=OptimizerSpec(),
         precision=precision,
         software=software,
     )
-    layout = _layout(row)
+    layout = _layout(row, source)
+    if spreads:
+        layout = replace(layout, schedule="vocabulary_1f1b" if layout.schedule == "1f1b" else layout.schedule)
     out_of_memory = "OOM on" in row.get("notes", "") or "published as OOM" in row.get("notes", "")
     step_time_s = None if out_of_memory else _step_time_s(row, job, source)
     memory = _memory_bytes(row, source)
@@ -121,7 +134,7 @@ def read_run(row: Mapping[str, str], number: int) -> PublishedRun:
     return PublishedRun(
         row=number,
         source=row["source"],
-        software=source.software,
+        software=name,
         job=job,
         layout=layout,
         recompute=_recompute(row, source),
@@ -141,9 +154,7 @@ def _int(text: str) -> int:
     return int(float(text))
 
 
-def _config(
-    row: Mapping[str, str], fused_attention: bool, dropout: bool, kept_mlp_copies: int
-) -> TransformerConfig:
+def _config(row: Mapping[str, str], software: Software) -> TransformerConfig:
     """Sizes from the columns; whether the MLP is gated follows from the number of parameters."""
     experts = _int(row.get("experts") or "0")
     ffn = _int(row["ffn_hidden"]) if row["ffn_hidden"] else 4 * _int(row["hidden"])
@@ -156,10 +167,11 @@ def _config(
         sequence=_int(row["seq_len"]),
         ffn_hidden=ffn,
         num_kv_heads=_int(row["kv_heads"]) if row["kv_heads"] else 0,
-        is_tied="GPT" in row["model"] and not experts and "GPT-OSS" not in row["model"],
-        fused_attention=fused_attention,
-        dropout=dropout,
-        kept_mlp_copies=kept_mlp_copies,
+        is_tied="GPT" in row["model"] and not experts and software.ties_embeddings,
+        fused_attention=software.fused_attention,
+        dropout=software.dropout,
+        kept_mlp_copies=software.kept_mlp_copies,
+        kept_norm_bytes=software.kept_norm_bytes,
     )
     if experts:
         return _with_experts(config, row["model"], experts, ffn)
@@ -193,20 +205,29 @@ def _with_experts(config: TransformerConfig, model: str, experts: int, ffn: int)
 
 
 def _precision(text: str) -> str:
-    if "fp8" in text or "nvfp4" in text:
+    if "fp4" in text:
+        raise Unmodelled(f"precision {text}")
+    if "fp8" in text:
         return "fp8"
     return text if text in {"fp16", "bf16", "fp32"} else "bf16"
 
 
 _DEVICES = {
     "A100-SXM": "A100", "A100-PCIe": "A100-PCIe", "H100-SXM": "H100", "B200": "B200", "B300": "B300",
-    "GB200": "GB200", "GB300": "GB300", "V100": "V100", "MI300X": "MI300X", "H200": "H200", "H100-PCIe": "H100-PCIe",
+    "GB200": "GB200", "GB300": "GB300", "V100": "V100", "MI300X": "MI300X", "H200": "H200",
+    "H100-PCIe": "H100-PCIe",
 }  # fmt: skip
 
 
 def _cluster(row: Mapping[str, str], source: _Source) -> Cluster:
     gpu = row["gpu"]
-    name = "H100-HBM2e" if "HBM2e" in gpu else next((_DEVICES[key] for key in sorted(_DEVICES, key=len, reverse=True) if gpu.startswith(key)), gpu)
+    name = (
+        "H100-HBM2e"
+        if "HBM2e" in gpu
+        else next(
+            (_DEVICES[key] for key in sorted(_DEVICES, key=len, reverse=True) if gpu.startswith(key)), gpu
+        )
+    )
     try:
         entry = find_device(name)
     except OutsizeError as error:
@@ -217,8 +238,7 @@ def _cluster(row: Mapping[str, str], source: _Source) -> Cluster:
     count, usual = _int(row["gpus"]), entry.devices_per_machine
     if count <= usual:
         return Cluster((Machine((device,) * count, entry.link),), argument=f"{count}x{name}")
-    if count % usual:
-        usual = math.gcd(count, usual)
+    usual = max(size for size in range(1, usual + 1) if count % size == 0)
     network = entry.network
     if source.network is not None:
         network = Link("as published", source.network * 1e9, network.latency_s)
@@ -226,7 +246,7 @@ def _cluster(row: Mapping[str, str], source: _Source) -> Cluster:
     return Cluster((machine,) * (count // usual), network, argument=f"{count}x{name}")
 
 
-def _layout(row: Mapping[str, str]) -> Layout:
+def _layout(row: Mapping[str, str], source: _Source) -> Layout:
     tp, pp, cp, ep = (_int(row.get(name) or "1") for name in ("tp", "pp", "cp", "ep"))
     devices, size = _int(row["gpus"]), _int(row["micro_batch"])
     if devices % (tp * pp * cp):
@@ -239,10 +259,12 @@ def _layout(row: Mapping[str, str]) -> Layout:
     if schedule not in _SCHEDULES:
         raise Unmodelled(f"schedule {schedule!r} is not modelled")
     virtual = _int(row.get("vpp") or "1")
-    level = _SHARDINGS.get(row.get("zero_stage") or "", "none")
+    level = _SHARDINGS.get(row.get("zero_stage") or source.zero_stage, "none")
     dp = replicas // ep
     return Layout(
-        mesh=Mesh(pp=pp, dp=1 if level != "none" else dp, fsdp=dp if level != "none" else 1, cp=cp, tp=tp, ep=ep),
+        mesh=Mesh(
+            pp=pp, dp=1 if level != "none" else dp, fsdp=dp if level != "none" else 1, cp=cp, tp=tp, ep=ep
+        ),
         microbatch_size=size,
         num_microbatches=max(round(batch / (replicas * size)), 1),
         schedule=_SCHEDULES[schedule] if pp > 1 else "1f1b",
@@ -258,7 +280,9 @@ def _recompute(row: Mapping[str, str], source: _Source) -> str:
         return text
     if text.startswith("selective") or text == "core_attn":
         return "selective"
-    raise Unmodelled("what is recomputed is not published" if not text else f"recomputation {text!r} is not modelled")
+    raise Unmodelled(
+        "what is recomputed is not published" if not text else f"recomputation {text!r} is not modelled"
+    )
 
 
 def _step_time_s(row: Mapping[str, str], job: Job, source: _Source) -> float | None:

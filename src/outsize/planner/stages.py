@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from outsize.cost.blocks import BlockCosts
 from outsize.cost.layout import Assignment, Job, Layout
 from outsize.cost.memory import BUCKET_BYTES, block_temporary_bytes, estimate_stage_memory, saved_bytes
-from outsize.cost.step import recompute_s, stage_devices, stage_link
+from outsize.cost.step import recompute_s, sent_parts, stage_devices, stage_link
 from outsize.errors import PlanError
 from outsize.model.profile import ModelProfile
 
@@ -143,7 +143,8 @@ class _StageTables:
         sends = np.zeros((size, size))
         if self.layout.mesh.pp > 1:
             link = stage_link(self.job, self.layout)
-            received = self.costs.output_bytes[:-1] / link.bandwidth_bytes_per_s + link.latency_s
+            parts = sent_parts(self.job, self.layout)
+            received = self.costs.output_bytes[:-1] / parts / link.bandwidth_bytes_per_s + link.latency_s
             sends[1:-1, :] = 2 * received[:, None]
         return sends
 
@@ -153,7 +154,7 @@ class _StageTables:
         tied = self._tied()
         held, trained = _ranges(costs.parameters) + tied, _ranges(costs.trainable) + tied
         largest = _range_max(costs.parameters)
-        shards = layout.mesh.fsdp
+        shards = layout.num_state_shards
         parameters, gradients = held * per.parameter, trained * per.gradient
         if shards > 1 and layout.state_sharding in {"gradients", "full"}:
             gradients = gradients / shards + largest * per.gradient

@@ -9,8 +9,6 @@ from statistics import mean, median
 from typing import Any
 
 from outsize.cost.blocks import estimate_block_costs
-from outsize.cost.layout import Assignment
-from outsize.cost.memory import estimate_stage_memory
 from outsize.cost.step import StepEstimate, estimate_step
 from outsize.planner.published_runs import PublishedRun, Unmodelled
 from outsize.planner.stages import cut_stages

@@ -1,0 +1,128 @@
+"""Fits the efficiency curves and software factors to published runs; prints them as TOML with the errors.
+
+    python benchmarks/fit_efficiency.py RUNS.csv [--without SOURCE]
+
+Few shared constants only: a curve for each family of devices, and one factor for each framework. The fit is
+robust (soft L1) and pulled towards the values it starts from, so that little data changes little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from outsize.cost import collective, compute, software
+from outsize.planner.published_runs import PublishedRun, Unmodelled, load_runs
+from outsize.planner.validation import Prediction, error_summary, predict_run
+
+FAMILIES = ("volta", "ampere", "ampere_pcie", "hopper", "blackwell")
+FIELDS = ("matmul", "attention", "bandwidth", "kernel_s")
+PRIOR = 0.5  # a constant may move this much (in logarithm) at the cost of one row's whole scale
+SCALE = 0.05
+
+
+class Constants:
+    """The constants being fitted, as one vector of logarithms."""
+
+    def __init__(self, runs: list[PublishedRun]) -> None:
+        curves = compute._curves()
+        used = Counter(family for run in runs for family in FAMILIES if _family(run) == family)
+        self.names: list[tuple[str, str]] = [
+            (family, name) for family in FAMILIES if used[family] for name in FIELDS
+        ]
+        self.names += [
+            (family, "matmul_fp8")
+            for family in ("hopper", "blackwell")
+            if any(_family(run) == family and run.job.precision == "fp8" for run in runs)
+        ]
+        frameworks = Counter(run.software for run in runs)
+        self.factors = [name for name in frameworks if name != "megatron_2021"]
+        start = [getattr(curves[family], name) for family, name in self.names]
+        start += [software.find_software(name).factor for name in self.factors]
+        self.start = np.log([*start, curves["ampere"].matmul_half_size, collective.KNEE_BYTES])
+
+    def apply(self, vector: np.ndarray) -> None:
+        values = np.exp(vector)
+        curves = compute._curves()
+        for (family, name), value in zip(self.names, values, strict=False):
+            old = curves[family]
+            changes = {name: float(value)}
+            if name == "attention":
+                changes["attention_backward"] = 0.75 * float(value)
+            new = replace(old, **changes)
+            for kind in [kind for kind, curve in curves.items() if curve is old]:
+                curves[kind] = new
+        tables = software._tables()
+        for name, value in zip(self.factors, values[len(self.names) :], strict=False):
+            tables[name] = replace(tables[name], factor=float(value))
+        collective.KNEE_BYTES = float(values[-1])
+        families = {
+            id(curve): replace(curve, matmul_half_size=float(values[-2])) for curve in curves.values()
+        }
+        curves.update({kind: families[id(curve)] for kind, curve in curves.items() if kind != "cpu"})
+
+
+def _family(run: PublishedRun) -> str:
+    curves = compute._curves()
+    curve = curves.get(run.job.cluster.weakest_device().kind)
+    return next((family for family in FAMILIES if curves[family] is curve), "")
+
+
+def _predict(run: PublishedRun) -> Prediction:
+    framework = software._tables().get(run.software, run.job.software)
+    return predict_run(replace(run, job=replace(run.job, software=framework)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--without", default=None, help="leave out sources that contain this text")
+    parser.add_argument("--evaluations", type=int, default=12)
+    arguments = parser.parse_args()
+    runs, _ = load_runs(arguments.runs)
+    runs = [run for run in runs if run.step_time_s and _possible(run)]
+    fitted = [run for run in runs if not (arguments.without and arguments.without in run.source)]
+    sizes = Counter(run.source for run in fitted)
+    weights = np.array([sizes[run.source] ** -0.25 for run in fitted])
+    constants = Constants(fitted)
+
+    def residuals(vector: np.ndarray) -> np.ndarray:
+        constants.apply(vector)
+        logs = [math.log(1 + (_predict(run).time_error or 0.0)) for run in fitted]
+        return np.concatenate([weights * np.array(logs) / SCALE, (vector - constants.start) / PRIOR])
+
+    result = least_squares(
+        residuals, constants.start, loss="soft_l1", max_nfev=arguments.evaluations, diff_step=1e-3
+    )
+    constants.apply(result.x)
+    for (family, name), value in zip(constants.names, np.exp(result.x), strict=False):
+        print(f"{family}.{name} = {value:.4g}")
+    for name, value in zip(constants.factors, np.exp(result.x[len(constants.names) :]), strict=False):
+        print(f"{name}.factor = {value:.3f}")
+    print(f"matmul_half_size = {np.exp(result.x[-2]):.4g}")
+    print(f"knee_bytes = {collective.KNEE_BYTES:.3g}")
+    shown = [run for run in runs if run not in fitted] if arguments.without else runs
+    summary = error_summary([_predict(run) for run in shown], lambda prediction: prediction.time_error)
+    for source, figures in summary["by_source"].items():
+        print(
+            f"{source[:50]:50} {figures['num_rows']:4} {figures['mean_abs_error']:.3f} {figures['mean_error']:+.3f}"
+        )
+    print(summary["num_rows"], summary["mean_abs_error"], summary["median_abs_error"])
+
+
+def _possible(run: PublishedRun) -> bool:
+    try:
+        predict_run(run)
+    except Unmodelled:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()
