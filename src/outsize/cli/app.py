@@ -6,7 +6,9 @@ import sys
 
 import typer
 
+from outsize.cli.demo import demo
 from outsize.cli.plan import plan
+from outsize.cli.train import train
 from outsize.errors import OutsizeError
 
 __all__ = ["app", "main"]
@@ -20,6 +22,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(plan)
+app.command()(train)
+app.command()(demo)
 
 
 @app.callback()

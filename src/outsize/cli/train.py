@@ -1,0 +1,60 @@
+"""``outsize train``: train a model under a plan, or plan first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["train"]
+
+
+def train(  # noqa: PLR0913, PLR0917 - a command's options
+    model: Annotated[str, typer.Argument(help="file.py:function, package.module:function or hf:<dir>")],
+    plan: Annotated[Path | None, typer.Option(help="a plan file; without one, --cluster is needed")] = None,
+    cluster: Annotated[str | None, typer.Option(help="4xcpu:1GiB, 2x24GiB, 8x8xH100, or a TOML file")] = None,
+    global_batch: Annotated[int, typer.Option(help="samples in one step over all devices")] = 16,
+    sequence: Annotated[int | None, typer.Option(help="tokens in a sample")] = None,
+    strategy: Annotated[str | None, typer.Option(help="plan this strategy instead of the fastest")] = None,
+    mesh: Annotated[str | None, typer.Option(help="plan this mesh, such as pp=2,tp=2")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="micro-batches in one step of a replica")] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd")] = "adamw",
+    learning_rate: Annotated[float, typer.Option(help="of the optimizer")] = 1e-3,
+    max_gradient_norm: Annotated[float | None, typer.Option(help="clip gradients to this norm")] = None,
+    seed: Annotated[int, typer.Option(help="of the initial values")] = 0,
+    steps: Annotated[int, typer.Option(help="training steps")] = 100,
+    data: Annotated[str | None, typer.Option(help="file.py:function of batches")] = None,
+    evaluate_every: Annotated[int, typer.Option(help="steps between evaluations; 0: only at the end")] = 0,
+    validation_batches: Annotated[int, typer.Option(help="batches an evaluation takes; 0: none")] = 0,
+    name: Annotated[str | None, typer.Option(help="the run writes to runs/<name>")] = None,
+    resume: Annotated[bool, typer.Option(help="go on from the run's last checkpoint")] = False,
+) -> None:
+    """Train a model, split as a plan says; shows loss, speed, and memory predicted beside measured."""
+    from outsize.cli.plan import parse_mesh
+    from outsize.jobs.planning import PlanRequest
+    from outsize.jobs.training import RunSettings, train_model
+    from outsize.plan.plan import OptimizerSpec
+
+    request = PlanRequest(
+        model=model,
+        plan=plan,
+        cluster=cluster,
+        global_batch=global_batch,
+        sequence=sequence,
+        strategy=strategy,
+        mesh=parse_mesh(mesh) if mesh else None,
+        num_microbatches=microbatches,
+        optimizer=OptimizerSpec(
+            name=optimizer, learning_rate=learning_rate, max_gradient_norm=max_gradient_norm
+        ),
+        seed=seed,
+    )
+    settings = RunSettings(
+        num_steps=steps,
+        data=data,
+        evaluate_every=evaluate_every,
+        num_validation_batches=validation_batches,
+        resume=resume,
+    )
+    train_model(request, settings, name=name)

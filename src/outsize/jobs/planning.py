@@ -1,0 +1,70 @@
+"""The plan a job runs under: from a file, or searched for now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from outsize.errors import PlanError
+from outsize.model.profile import ModelProfile
+from outsize.plan.plan import Mesh, OptimizerSpec, Plan
+from outsize.planner.search import PlanningResult, plan_job
+
+__all__ = ["PlanRequest", "find_plan", "plan_profile"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What the user said of the plan: a file, or a cluster and a batch with any wishes."""
+
+    model: str
+    plan: Path | None = None
+    cluster: str | None = None
+    global_batch: int = 16
+    sequence: int | None = None
+    strategy: str | None = None
+    mesh: Mesh | None = None
+    num_microbatches: int | None = None
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    seed: int = 0
+
+
+def find_plan(request: PlanRequest) -> Plan:
+    """Return the plan read from the request's file, or the best one for its model and cluster.
+
+    Raises:
+        PlanError: neither or both a plan and a cluster are given, or no such plan is legal.
+        DoesNotFitError: nothing fits.
+    """
+    if (request.plan is None) == (request.cluster is None):
+        raise PlanError(
+            "Give either a plan or a cluster." if request.plan else "There is no plan to train under.",
+            why="A plan names its cluster; without a plan one is searched for on the cluster given.",
+            attempt="--plan plan.json (made by outsize plan --save), or --cluster 4xcpu:1GiB",
+        )
+    if request.plan is not None:
+        from outsize.plan.files import load_plan
+
+        return load_plan(request.plan)
+    from outsize.model.argument import load_model
+    from outsize.model.profiling import profile_model
+
+    return plan_profile(profile_model(load_model(request.model, sequence=request.sequence)), request).best
+
+
+def plan_profile(profile: ModelProfile, request: PlanRequest) -> PlanningResult:
+    """Plan a model that is already profiled."""
+    from outsize.cluster.argument import parse_cluster
+
+    assert request.cluster is not None
+    result = plan_job(
+        profile,
+        parse_cluster(request.cluster),
+        global_batch=request.global_batch,
+        optimizer=request.optimizer,
+        strategy=request.strategy,
+        mesh=request.mesh,
+        num_microbatches=request.num_microbatches,
+    )
+    best = replace(result.best, model=request.model, cluster=request.cluster, seed=request.seed)
+    return replace(result, best=best)
