@@ -1,0 +1,243 @@
+"""Find the splits of an operator by running it on shards.
+
+For every combination of input placements (replicated, cut along a dim, a partial sum) the operator runs
+on two shards; if its outputs make up the whole ones by concatenation, sum or equality, and its gradients
+do too, the combination is a rule. Every rule is then checked on fresh values at the degree asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from outsize.model.operator_rules.guard import TrialCrashedError, run_guarded
+from outsize.model.operator_rules.hand_rules import hand_rules
+from outsize.model.operator_rules.placement import Partial, Placement, Replicate, Shard
+from outsize.model.operator_rules.rule import OperatorRule
+from outsize.model.operator_rules.signature import OperatorSignature
+from outsize.model.operator_rules.trial import Trial, TrialRefused
+from outsize.model.operator_rules.trial_shapes import TrialShapes, shrink_signature
+from outsize.model.program import TensorSpec
+
+__all__ = ["RuleFinder", "discover_rules"]
+
+_MANY_INPUTS = 4
+_RANDOM_BY_ELEMENT = {
+    torch.ops.aten.native_dropout.default,
+    torch.ops.aten.bernoulli_.float,
+    torch.ops.aten.bernoulli.p,
+    torch.ops.aten.rand_like.default,
+    torch.ops.aten.randn_like.default,
+}
+Segments = tuple[tuple[int, ...], ...]
+
+
+class RuleFinder:
+    """Discovers rules once for each operator signature, at one degree.
+
+    ``segments`` are the pieces in which some dims of the program are cut one by one (see :class:`Shard`).
+    """
+
+    def __init__(self, degree: int, segments: Segments = ()) -> None:
+        self.degree = degree
+        self.segments = segments
+        self._found: dict[str, tuple[OperatorRule, ...]] = {}
+
+    def rules(self, signature: OperatorSignature) -> tuple[OperatorRule, ...]:
+        """Return the splits of an operator that divide evenly; empty if it has none."""
+        if signature.key not in self._found:
+            self.find_all([signature])
+        return self._found[signature.key]
+
+    def find_all(self, signatures: Sequence[OperatorSignature]) -> None:
+        """Discover the rules of many operators, those that may crash together in one guarded process."""
+        with torch.random.fork_rng(devices=[]):  # trials leave the random numbers of the caller alone
+            self._find_all({s.key: s for s in signatures if s.key not in self._found})
+
+    def _find_all(self, new: dict[str, OperatorSignature]) -> None:
+        risky = [s for s in new.values() if s.reads_indices]
+        for signature in new.values():
+            if not signature.reads_indices:
+                self._found[signature.key] = discover_rules(signature, self.degree, self.segments)
+        try:
+            found = run_guarded(lambda: [discover_rules(s, self.degree, self.segments) for s in risky])
+        except TrialCrashedError:
+            found = [self._guarded(signature) for signature in risky]
+        self._found.update(zip((s.key for s in risky), found, strict=True))
+
+    def _guarded(self, signature: OperatorSignature) -> tuple[OperatorRule, ...]:
+        try:
+            rules: tuple[OperatorRule, ...] = run_guarded(
+                lambda: discover_rules(signature, self.degree, self.segments)
+            )
+        except TrialCrashedError:
+            return ()
+        return rules
+
+
+def discover_rules(
+    signature: OperatorSignature, degree: int, segments: Segments = ()
+) -> tuple[OperatorRule, ...]:
+    """Return the splits of an operator over ``degree`` ranks.
+
+    May crash the process where the operator reads indices, which :class:`RuleFinder` guards against.
+    """
+    if not signature.inputs or not signature.outputs or degree < 2:
+        return ()
+    relevant = tuple(p for p in segments if sum(p) in _sizes(signature))
+    shapes = shrink_signature(signature, degree, relevant)
+    if shapes is None:
+        return ()
+    try:
+        trials = Trial(shapes.signature, seed=1), Trial(shapes.signature, seed=2)
+    except (TrialRefused, RuntimeError, NotImplementedError):
+        return ()
+    if signature.is_random and not trials[0].is_repeatable:
+        return tuple(_element_wise_rules(signature, degree))
+    return tuple(_Search(signature, shapes, trials, degree).rules(relevant))
+
+
+class _Search:
+    def __init__(
+        self, actual: OperatorSignature, shapes: TrialShapes, trials: tuple[Trial, Trial], degree: int
+    ) -> None:
+        self.actual, self.shapes, self.trials, self.degree = actual, shapes, trials, degree
+        self.few = _smallest_factor(degree)
+
+    def rules(self, segments: Segments) -> Iterator[OperatorRule]:
+        small_segments = {tuple(self.shapes.size(size) for size in pieces): pieces for pieces in segments}
+        tried = (self._try(inputs) for inputs in self._combinations(tuple(small_segments)))
+        written = (self.verified(rule) for rule in hand_rules(self.shapes.signature) if self._fits(rule))
+        for rule in itertools.chain(tried, written):
+            if rule is None:
+                continue
+            actual = _with_actual_segments(rule, small_segments)
+            if actual.divides(_shapes(self.actual.inputs), _shapes(self.actual.outputs), self.degree):
+                yield actual
+
+    def _combinations(self, segments: Segments) -> Iterator[tuple[Placement, ...]]:
+        specs = self.shapes.signature.inputs
+        options = [self._options(spec, segments) for spec in specs]
+        everything = (
+            itertools.product(*options) if len(specs) <= _MANY_INPUTS else _alike_combinations(options)
+        )
+        return (c for c in everything if any(not isinstance(placement, Replicate) for placement in c))
+
+    def _options(self, spec: TensorSpec, segments: Segments) -> list[Placement]:
+        options: list[Placement] = [Replicate()]
+        for dim, size in enumerate(spec.shape):
+            plain = Shard(dim)
+            if plain.divides(spec.shape, self.few):
+                options.append(plain)
+            cut = (Shard(dim, pieces) for pieces in segments if sum(pieces) == size)
+            options += [shard for shard in cut if shard.divides(spec.shape, self.few)]
+        if spec.dtype.is_floating_point and all(spec.shape):
+            options.append(Partial())
+        return options
+
+    def _try(self, inputs: tuple[Placement, ...]) -> OperatorRule | None:
+        for positions in self._size_arguments(inputs):
+            rule = self.trials[0].match(inputs, positions, self.few)
+            if rule is not None:
+                return self.verified(rule)
+        return None
+
+    def verified(self, rule: OperatorRule) -> OperatorRule | None:
+        """Return the rule with its gradients settled, or None where fresh values or the degree refute it."""
+        settled = self._settle_gradients(rule)
+        if settled is None or not self._divides_trial(settled):
+            return settled
+        return settled if self.trials[1].holds(settled, self.degree) else None
+
+    def _fits(self, rule: OperatorRule) -> bool:
+        signature = self.shapes.signature
+        return rule.divides(_shapes(signature.inputs), _shapes(signature.outputs), self.few)
+
+    def _divides_trial(self, rule: OperatorRule) -> bool:
+        signature = self.shapes.signature
+        return rule.divides(_shapes(signature.inputs), _shapes(signature.outputs), self.degree)
+
+    def _settle_gradients(self, rule: OperatorRule) -> OperatorRule | None:
+        first, second = self.trials
+        if not first.is_differentiable:
+            return rule if second.holds(rule, self.few) else None
+        if _has_replicated_gradient(rule, first):
+            return None
+        settled = first.with_gradients(rule, self.few)
+        return settled if settled == second.with_gradients(rule, self.few) else None
+
+    def _size_arguments(self, inputs: Sequence[Placement]) -> Iterator[tuple[int, ...]]:
+        """Which integer arguments may be sizes that become local: none, one, or all that are equal."""
+        yield ()
+        if not any(isinstance(placement, Shard) for placement in inputs):
+            return
+        arguments = self.shapes.signature.arguments
+        positions = [
+            index
+            for index, argument in enumerate(arguments)
+            if type(argument) is int and argument >= self.few and argument % self.few == 0
+        ]
+        yield from ((position,) for position in positions)
+        for value in sorted({arguments[position] for position in positions}):
+            equal = tuple(position for position in positions if arguments[position] == value)
+            if len(equal) > 1:
+                yield equal
+        if len(positions) > 1 and any(isinstance(p, Shard) and p.segments for p in inputs):
+            yield tuple(positions)
+
+
+def _element_wise_rules(signature: OperatorSignature, degree: int) -> Iterator[OperatorRule]:
+    """A random operator that treats elements alike may run on shards, each drawing its own numbers."""
+    shapes = {spec.shape for spec in (*signature.inputs, *signature.outputs)}
+    if signature.target not in _RANDOM_BY_ELEMENT or len(shapes) != 1:
+        return
+    for dim in range(len(signature.inputs[0].shape)):
+        shard = Shard(dim)
+        if shard.divides(signature.inputs[0].shape, degree):
+            yield OperatorRule((shard,) * len(signature.inputs), (shard,) * len(signature.outputs))
+
+
+def _alike_combinations(options: list[list[Placement]]) -> Iterator[tuple[Placement, ...]]:
+    """For many inputs: all placed the same, or one of them alone."""
+    for placement in options[0]:
+        if all(placement in other for other in options):
+            yield (placement,) * len(options)
+    for index, choices in enumerate(options):
+        for placement in choices[1:]:
+            yield (*(Replicate(),) * index, placement, *(Replicate(),) * (len(options) - index - 1))
+
+
+def _has_replicated_gradient(rule: OperatorRule, trial: Trial) -> bool:
+    """An output that is equal on all ranks although the work was split has no clear gradient."""
+    return any(
+        isinstance(placement, Replicate) and gradient is not None
+        for placement, gradient in zip(rule.outputs, trial.output_gradients, strict=True)
+    )
+
+
+def _with_actual_segments(rule: OperatorRule, actual: dict[tuple[int, ...], tuple[int, ...]]) -> OperatorRule:
+    def translated(placement: Placement) -> Placement:
+        if isinstance(placement, Shard) and placement.segments:
+            return Shard(placement.dim, actual[placement.segments])
+        return placement
+
+    return replace(
+        rule,
+        inputs=tuple(map(translated, rule.inputs)),
+        outputs=tuple(map(translated, rule.outputs)),
+    )
+
+
+def _shapes(specs: Sequence[TensorSpec]) -> list[tuple[int, ...]]:
+    return [spec.shape for spec in specs]
+
+
+def _sizes(signature: OperatorSignature) -> set[int]:
+    return {size for spec in (*signature.inputs, *signature.outputs) for size in spec.shape}
+
+
+def _smallest_factor(number: int) -> int:
+    return next(factor for factor in range(2, number + 1) if number % factor == 0)

@@ -1,0 +1,140 @@
+"""The few splits that need a mask or a collective of their own, and the functions that run them.
+
+    embedding        table rows split: look up the own rows, zero elsewhere -> partial sum
+    _log_softmax     classes split: maximum and sum over ranks, log-probabilities stay split
+    nll_loss         classes split: pick where the label is one's own class -> partial sum
+
+Together the last two are cross-entropy over a split vocabulary: logits are never gathered. Each rule is
+verified by the same trial as the discovered ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from outsize.model.operator_rules.placement import Partial, Replicate, Shard
+from outsize.model.operator_rules.rule import OperatorRule
+from outsize.model.operator_rules.signature import OperatorSignature
+
+__all__ = ["KERNELS", "Axis", "ThreadedAxis", "hand_rules"]
+
+aten = torch.ops.aten
+_MEAN, _SUM = 1, 2
+
+
+class Axis(Protocol):
+    """This rank's place on the mesh axis that an operator is split over."""
+
+    rank: int
+    degree: int
+
+    def all_reduce(self, tensor: torch.Tensor, operation: str) -> torch.Tensor:
+        """Return the "sum" or "max" over the ranks, outside autograd."""
+        ...
+
+
+class ThreadedAxis:
+    """An axis whose ranks are threads of this process, for trials."""
+
+    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.degree = rank, len(shared)
+        self._shared, self._barrier = shared, barrier
+
+    def all_reduce(self, tensor: torch.Tensor, operation: str) -> torch.Tensor:
+        """Return the reduction over all threads' tensors."""
+        self._shared[self.rank] = tensor
+        self._barrier.wait()
+        stacked = torch.stack(self._shared)
+        result = stacked.sum(0) if operation == "sum" else stacked.amax(0)
+        self._barrier.wait()
+        return result
+
+
+def hand_rules(signature: OperatorSignature) -> Iterator[OperatorRule]:
+    """Yield the rules written by hand that concern this operator; unverified."""
+    arguments, target = signature.arguments, signature.target
+    if target is aten.embedding.default and not any(arguments[3:]):
+        yield OperatorRule((Shard(0), Replicate()), (Partial(),), kernel="row_split_embedding")
+    if target is aten._log_softmax.default:
+        shard = Shard(arguments[1] % len(signature.inputs[0].shape))
+        yield OperatorRule((shard,), (shard,), kernel="class_split_log_softmax")
+    if target is aten.nll_loss_forward.default and arguments[2] is None:
+        outputs = (Partial(), Replicate())
+        yield OperatorRule((Shard(1), Replicate()), outputs, kernel="class_split_nll_loss")
+
+
+def row_split_embedding(
+    axis: Axis, weight: torch.Tensor, indices: torch.Tensor, padding_idx: int = -1, *_: Any
+) -> torch.Tensor:
+    """Look up the rows this rank holds; rows of other ranks are zero."""
+    num_rows = weight.shape[0]
+    local = indices - axis.rank * num_rows
+    is_foreign = (local < 0) | (local >= num_rows)
+    padding = padding_idx - axis.rank * num_rows
+    padding = padding if padding_idx >= 0 and 0 <= padding < num_rows else -1
+    found = aten.embedding.default(weight, local.masked_fill(is_foreign, 0), padding)
+    masked: torch.Tensor = found.masked_fill(is_foreign.unsqueeze(-1), 0)
+    return masked
+
+
+class _ClassSplitLogSoftmax(torch.autograd.Function):
+    """Saves only its output, as the whole operator does."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        highest = axis.all_reduce(logits.amax(dim, keepdim=True), "max")
+        shifted = logits - highest
+        total = axis.all_reduce(shifted.exp().sum(dim, keepdim=True), "sum")
+        output = shifted.sub_(total.log())
+        ctx.save_for_backward(output)
+        ctx.axis, ctx.dim = axis, dim
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (output,) = ctx.saved_tensors
+        (gradient,) = gradients
+        total = ctx.axis.all_reduce(gradient.sum(ctx.dim, keepdim=True), "sum")
+        return gradient - output.exp() * total, None, None
+
+
+def class_split_log_softmax(
+    axis: Axis, logits: torch.Tensor, dim: int, half_to_float: bool = False
+) -> torch.Tensor:
+    """Log-probabilities of the classes this rank holds."""
+    if half_to_float:
+        logits = logits.float()
+    result: torch.Tensor = _ClassSplitLogSoftmax.apply(logits, axis, dim)  # type: ignore[no-untyped-call]
+    return result
+
+
+def class_split_nll_loss(
+    axis: Axis,
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: None,
+    reduction: int,
+    ignore_index: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The share of the loss whose labels are classes of this rank, and the number of labels that count."""
+    del weight  # the rule holds only without class weights
+    num_classes = log_probabilities.shape[1]
+    counts = target != ignore_index
+    local = target - axis.rank * num_classes
+    is_own = counts & (local >= 0) & (local < num_classes)
+    picked = log_probabilities.gather(1, local.masked_fill(~is_own, 0).unsqueeze(1)).squeeze(1)
+    losses = -picked.masked_fill(~is_own, 0)
+    total = counts.sum().to(losses.dtype)
+    if reduction == _MEAN:
+        return losses.sum() / total, total
+    return (losses.sum() if reduction == _SUM else losses), total
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (row_split_embedding, class_split_log_softmax, class_split_nll_loss)
+}

@@ -1,0 +1,57 @@
+"""Cut whole tensors into what each rank holds, and put them together again, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outsize.model.operator_rules.placement import Partial, Placement, Replicate, Shard
+
+__all__ = ["join_shards", "local_shape", "shard_of", "split_value"]
+
+
+def shard_of(tensor: torch.Tensor, placement: Placement, degree: int, rank: int) -> torch.Tensor:
+    """Return what ``rank`` of ``degree`` holds of a replicated or sharded tensor.
+
+    Raises:
+        TypeError: the placement is a partial sum, which no rank can derive on its own.
+    """
+    if isinstance(placement, Replicate):
+        return tensor
+    if isinstance(placement, Partial):
+        raise TypeError("a partial sum has no shard of its own")
+    pieces = torch.split(tensor, list(placement.pieces(tensor.shape[placement.dim])), placement.dim)
+    mine = [piece.chunk(degree, placement.dim)[rank] for piece in pieces]
+    return mine[0].contiguous() if len(mine) == 1 else torch.cat(mine, placement.dim)
+
+
+def split_value(
+    tensor: torch.Tensor, placement: Placement, degree: int, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """Return what every rank holds; a partial sum is drawn at random so that it adds up to ``tensor``."""
+    if not isinstance(placement, Partial):
+        return [shard_of(tensor, placement, degree, rank) for rank in range(degree)]
+    shares = [torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for _ in range(degree - 1)]
+    return [*shares, tensor - sum(shares)]
+
+
+def join_shards(shards: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
+    """Return the whole tensor from what every rank holds."""
+    if isinstance(placement, Replicate):
+        return shards[0]
+    if isinstance(placement, Partial):
+        return torch.stack(list(shards)).sum(0)
+    if not placement.segments:
+        return torch.cat(list(shards), placement.dim)
+    local = [size // len(shards) for size in placement.segments]
+    parts = [torch.split(shard, local, placement.dim) for shard in shards]
+    ordered = [part[index] for index in range(len(local)) for part in parts]
+    return torch.cat(ordered, placement.dim)
+
+
+def local_shape(shape: tuple[int, ...], placement: Placement, degree: int) -> tuple[int, ...]:
+    """Return the shape of what one rank holds of a value of ``shape``."""
+    if not isinstance(placement, Shard):
+        return shape
+    return (*shape[: placement.dim], shape[placement.dim] // degree, *shape[placement.dim + 1 :])
