@@ -3,12 +3,15 @@
 With n members and ``bytes`` held by each, a ring moves (Thakur et al. 2005):
 all-reduce 2 (n-1)/n · bytes, all-gather and reduce-scatter (n-1)/n · bytes, all-to-all (n-1)/n · bytes.
 A group over several machines works level by level: reduce-scatter inside, all-reduce of the pieces across
-the network, all-gather inside.
+the network, all-gather inside. Numbers of bytes may be arrays.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import numpy as np
 
 from outsize.cluster.link import Link
 from outsize.cluster.topology import Span
@@ -24,16 +27,16 @@ def _steps(link: Link, members: int) -> float:
     return link.latency_s * math.ceil(math.log2(members)) if members > 1 else 0.0
 
 
-def _ring_s(link: Link, members: int, num_bytes: float) -> float:
+def _ring_s(link: Link, members: int, num_bytes: Any) -> Any:
     """One pass over a ring (all-gather or reduce-scatter of ``num_bytes`` in all)."""
     if members <= 1:
-        return 0.0
+        return 0.0 * num_bytes
     moved = num_bytes * (members - 1) / members
-    knee = min(KNEE_BYTES, moved)  # small messages are bound by latency, not by the knee
+    knee = np.minimum(KNEE_BYTES, moved)  # small messages are bound by latency, not by the knee
     return (moved + knee) / link.bandwidth_bytes_per_s + _steps(link, members)
 
 
-def all_gather_s(span: Span, num_bytes: float) -> float:
+def all_gather_s(span: Span, num_bytes: Any) -> Any:
     """Seconds until every member holds the ``num_bytes`` that all members held in parts."""
     time = _ring_s(span.inside, span.per_machine, num_bytes)
     if span.across is not None:
@@ -41,12 +44,12 @@ def all_gather_s(span: Span, num_bytes: float) -> float:
     return time
 
 
-def reduce_scatter_s(span: Span, num_bytes: float) -> float:
+def reduce_scatter_s(span: Span, num_bytes: Any) -> Any:
     """Seconds to sum ``num_bytes`` over the members and leave each with its part."""
     return all_gather_s(span, num_bytes)
 
 
-def all_reduce_s(span: Span, num_bytes: float) -> float:
+def all_reduce_s(span: Span, num_bytes: Any) -> Any:
     """Seconds to sum ``num_bytes`` over the members, the sum being left with all of them."""
     return 2 * all_gather_s(span, num_bytes)
 

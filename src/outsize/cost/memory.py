@@ -100,11 +100,8 @@ def estimate_stage_memory(
 def tied_elsewhere(costs: BlockCosts, blocks: list[int]) -> float:
     """Parameters held once more because the block that owns them is on another stage."""
     held = set(blocks)
-    return sum(
-        costs.tied_parameters[index]
-        for index in blocks
-        if costs.owners[index] != index and costs.owners[index] not in held
-    )
+    elsewhere = [block for block in blocks if costs.owners[block] not in held]
+    return float(costs.tied_parameters[elsewhere].sum())
 
 
 def block_temporary_bytes(costs: BlockCosts, block: int, mode: str) -> float:

@@ -30,8 +30,6 @@ _SCHEDULES = {
 }  # fmt: skip
 _NEEDED = ("layers", "hidden", "heads", "seq_len", "gpus", "tp", "pp", "micro_batch", "global_batch")
 _GATED = ("Llama", "llama", "Qwen", "Mistral", "Mixtral", "DeepSeek", "Kimi")
-# Sizes that the columns do not hold, by the model's published name.
-_LATENT = {"query_rank": 1536, "key_value_rank": 512, "rotary_dim": 64, "head_dim": 128}
 
 
 class Unmodelled(Exception):  # noqa: N818 - a reason, not an error
@@ -200,7 +198,16 @@ def _with_experts(config: TransformerConfig, model: str, experts: int, ffn: int)
     )
     if "DeepSeek" in model or "Kimi" in model:
         dense = 3 if "DeepSeek" in model else 1
-        return replace(mixed, num_shared_experts=1, num_dense_layers=dense, ffn_hidden=18432, **_LATENT)
+        return replace(
+            mixed,
+            num_shared_experts=1,
+            num_dense_layers=dense,
+            ffn_hidden=18432,
+            head_dim=128,
+            query_rank=1536,
+            key_value_rank=512,
+            rotary_dim=64,
+        )
     return replace(mixed, head_dim=64 if "GPT-OSS" in model else 128)
 
 

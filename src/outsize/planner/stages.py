@@ -4,7 +4,7 @@ A stage from boundary i to boundary j costs C_s[i, j] seconds a micro-batch (inf
 rank s, or where no cut is legal); what it must recompute to fit is part of the cost. Of all ways to walk
 from boundary 0 to n in p steps we want the least
 
-    (m - 1) · max C  +  Σ C           the pipeline's time, see `outsize.cost.step`
+    m · max C  +  k (Σ C - max C)  +  tail of the first stage      see `outsize.cost.step`
 
 so: find the least possible maximum, then the least sum under that maximum, then try looser maxima as long
 as they could still win. This is exact, for any chain of blocks and unequal devices.
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from outsize.cost.blocks import BlockCosts
 from outsize.cost.layout import Assignment, Job, Layout
 from outsize.cost.memory import BUCKET_BYTES, block_temporary_bytes, estimate_stage_memory, saved_bytes
+from outsize.cost.replicas import gather_wait_s, optimizer_s, reduce_wait_s
 from outsize.cost.step import recompute_s, sent_parts, stage_devices, stage_link
 from outsize.errors import PlanError
 from outsize.model.profile import ModelProfile
@@ -81,7 +82,7 @@ def cut_stages(
         bounds = _balanced_bounds(costs, legal, layout.num_chunks)
     if bounds is None:
         tables = _StageTables(job, layout, costs, recompute=recompute)
-        bounds = _walk(tables.cost(legal), layout.num_microbatches, legal)
+        bounds = _walk(tables.cost(legal), tables.tail_s(legal), layout, legal)
         if bounds is None:  # does not fit: show the cuts that come nearest
             bounds = _balanced_bounds(costs, legal, layout.num_chunks)
     return _fill(job, layout, costs, bounds, recompute=recompute)
@@ -101,6 +102,7 @@ class _StageTables:
         mode = layout.base_recompute
         extra = np.array([recompute_s(costs, block, mode) for block in range(len(costs.blocks))])
         compute = _ranges(costs.forward_s + costs.backward_s + extra)[pick]
+        held, trained = (table[pick] for table in self._held())
         other = _ranges(2 * costs.communication_s)[pick] + self._send_s()[pick]
         full_s = _ranges(costs.full_s - extra)[pick]
         state = self._state_bytes()[pick]
@@ -115,6 +117,14 @@ class _StageTables:
             (in_flight,) = layout.in_flight(stage)
             slower = reference / device.rate(job.precision)
             time = compute * slower + other
+            time = time + gather_wait_s(
+                job,
+                layout,
+                parameters=held,
+                trainable=trained,
+                forward_s=_ranges(costs.forward_s)[pick] * slower,
+                backward_s=_ranges(costs.backward_s)[pick] * slower,
+            )
             short = kept * in_flight + temporary - room
             can_save = (kept - least) * in_flight
             again = short + recomputed_temporary - temporary
@@ -151,8 +161,7 @@ class _StageTables:
     def _state_bytes(self) -> Array:
         """Parameters, gradients, optimizer states, buffers and communication buffers of each range."""
         costs, layout, per = self.costs, self.layout, self.per
-        tied = self._tied()
-        held, trained = _ranges(costs.parameters) + tied, _ranges(costs.trainable) + tied
+        held, trained = self._held()
         largest = _range_max(costs.parameters)
         shards = layout.num_state_shards
         parameters, gradients = held * per.parameter, trained * per.gradient
@@ -167,6 +176,23 @@ class _StageTables:
         states = 0.0 if layout.state_sharding == "servers" else trained * per.optimizer_state / shards
         result: Array = parameters + gradients + states + buckets + buffers
         return result
+
+    def tail_s(self, legal: list[int]) -> Array:
+        """Seconds a step ends later for the first stage's replicas and optimizer, by its last boundary."""
+        job, layout, costs = self.job, self.layout, self.costs
+        held, trained = (table[0, legal] for table in self._held())
+        slower = job.cluster.weakest_device().rate(job.precision) / stage_devices(job, layout)[0].rate(
+            job.precision
+        )
+        backward = _ranges(costs.backward_s)[0, legal] * slower + _ranges(costs.communication_s)[0, legal]
+        reduce = reduce_wait_s(job, layout, parameters=held, trainable=trained, backward_s=backward)
+        tail: Array = reduce + optimizer_s(job, layout, trained)
+        return tail
+
+    def _held(self) -> tuple[Array, Array]:
+        """Parameters and trainable parameters of each range, tied ones of other stages included."""
+        tied = self._tied()
+        return _ranges(self.costs.parameters) + tied, _ranges(self.costs.trainable) + tied
 
     def _tied(self) -> Array:
         size = len(self.costs.blocks) + 1
@@ -201,16 +227,18 @@ def _range_max(values: Array) -> Array:
     return result
 
 
-def _walk(cost: Array, num_microbatches: int, legal: list[int]) -> tuple[int, ...] | None:
+def _walk(cost: Array, tail: Array, layout: Layout, legal: list[int]) -> tuple[int, ...] | None:
     """Boundaries of the walk with the least pipeline time, or None if no walk is possible."""
+    idle = layout.idle_share
+    weight = layout.num_microbatches - idle
     bottleneck = _least_maximum(cost)
     if not math.isfinite(bottleneck):
         return None
     best_time, best_path = math.inf, None
-    floor_sum, _ = _least_sum(cost, math.inf)
-    while math.isfinite(bottleneck) and (num_microbatches - 1) * bottleneck + floor_sum < best_time:
-        total, path = _least_sum(cost, bottleneck)
-        time = (num_microbatches - 1) * bottleneck + total
+    floor_sum, _ = _least_sum(cost, tail / idle, math.inf)
+    while math.isfinite(bottleneck) and weight * bottleneck + idle * floor_sum < best_time:
+        total, path = _least_sum(cost, tail / idle, bottleneck)
+        time = weight * bottleneck + idle * total
         if time < best_time * (1 - 1e-12):
             best_time, best_path = time, path
         looser = cost[(cost > bottleneck) & np.isfinite(cost)]
@@ -227,13 +255,17 @@ def _least_maximum(cost: Array) -> float:
     return float(reach[-1])
 
 
-def _least_sum(cost: Array, bottleneck: float) -> tuple[float, list[int]]:
-    """Least sum of a walk whose every step is at most ``bottleneck``, and its boundaries."""
+def _least_sum(cost: Array, tail: Array, bottleneck: float) -> tuple[float, list[int]]:
+    """Least sum of a walk whose every step is at most ``bottleneck``, and its boundaries.
+
+    ``tail`` is added for the end of the first step.
+    """
     reach = np.full(cost.shape[1], np.inf)
     reach[0] = 0.0
     parents = []
-    for table in cost:
+    for stage, table in enumerate(cost):
         sums = reach[:, None] + np.where(table <= bottleneck, table, np.inf)
+        sums = sums + tail if stage == 0 else sums
         parents.append(sums.argmin(axis=0))
         reach = sums.min(axis=0)
     path = [cost.shape[1] - 1]
@@ -247,7 +279,7 @@ def _balanced_bounds(costs: BlockCosts, legal: list[int], num_chunks: int) -> tu
     times = _ranges(costs.step_s)[np.ix_(legal, legal)]
     times[np.tril_indices(len(legal))] = np.inf
     tables = np.broadcast_to(times, (num_chunks, *times.shape))
-    path = _least_sum(tables, _least_maximum(tables))[1]
+    path = _least_sum(tables, np.zeros(len(legal)), _least_maximum(tables))[1]
     return tuple(legal[index] for index in path)
 
 

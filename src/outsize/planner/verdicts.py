@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from outsize.cluster.topology import Cluster
 from outsize.cost.layout import Job
-from outsize.cost.step import server_traffic_s
+from outsize.cost.replicas import server_traffic_s
 from outsize.plan.plan import MEMORY_CATEGORIES, Mesh, Verdict
 from outsize.plan.reasons import Reason, ReasonCode
 from outsize.planner.evaluate import Evaluated, Evaluator, Outcome
