@@ -6,9 +6,12 @@ import sys
 
 import typer
 
+from outsize.cli.compare import compare
 from outsize.cli.demo import demo
+from outsize.cli.explain import explain
 from outsize.cli.plan import plan
 from outsize.cli.train import train
+from outsize.cli.validate import validate
 from outsize.errors import OutsizeError
 
 __all__ = ["app", "main"]
@@ -22,6 +25,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(plan)
+app.command()(explain)
+app.command()(compare)
+app.command()(validate)
 app.command()(train)
 app.command()(demo)
 
