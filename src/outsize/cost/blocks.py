@@ -45,9 +45,9 @@ class BlockCost:
     output_bytes: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockCosts:
-    """The costs of all blocks in order; each field is one array."""
+    """The costs of all blocks in order; each field is one array. Compared and hashed by identity."""
 
     forward_s: Array
     backward_s: Array
@@ -74,6 +74,16 @@ class BlockCosts:
     def whole_step_s(self) -> float:
         """Seconds of one micro-batch through all blocks."""
         return float(self.step_s.sum())
+
+    @cached_property
+    def whole_forward_s(self) -> float:
+        """Seconds of the forwards of all blocks."""
+        return float(self.forward_s.sum())
+
+    @cached_property
+    def whole_backward_s(self) -> float:
+        """Seconds of the backwards of all blocks."""
+        return float(self.backward_s.sum())
 
     @cached_property
     def whole_parameters(self) -> float:

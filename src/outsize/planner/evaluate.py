@@ -9,6 +9,7 @@ from functools import cached_property
 
 from outsize.cost.blocks import BlockCosts, estimate_block_costs
 from outsize.cost.layout import Assignment, Job, Layout
+from outsize.cost.replicas import gather_wait_s
 from outsize.cost.step import StepEstimate, estimate_step
 from outsize.planner.stages import cut_stages
 
@@ -69,11 +70,24 @@ class Evaluator:
         return Evaluated(layout, cuts.assignment, estimate, cuts.fits)
 
     def lower_bound_s(self, layout: Layout) -> float:
-        """Seconds that no cut of this layout can beat: perfect balance, nothing recomputed or sent."""
-        whole = self.costs(layout).whole_step_s
-        pace = whole / layout.mesh.pp
+        """Seconds that no cut of this layout can beat: perfect balance, nothing recomputed or sent.
+
+        What a stage waits for gathers is convex in its share of the model, so the mean stage waits least.
+        """
+        costs, pp = self.costs(layout), layout.mesh.pp
+        whole = costs.whole_step_s
+        if layout.state_sharding == "full":
+            whole += pp * gather_wait_s(
+                self.job,
+                layout,
+                parameters=costs.whole_parameters / pp,
+                trainable=costs.whole_trainable / pp,
+                forward_s=costs.whole_forward_s / pp,
+                backward_s=costs.whole_backward_s / pp,
+            )
+        pace = whole / pp
         passes = layout.num_microbatches * pace + (whole - pace) * layout.idle_share
-        return passes * self.job.software.factor / self._fastest_over_weakest
+        return float(passes) * self.job.software.factor / self._fastest_over_weakest
 
     @cached_property
     def _fastest_over_weakest(self) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,13 +79,15 @@ def cut_stages(
     legal = legal_boundaries(job.profile)
     if bounds is None and len(legal) - 1 < layout.num_chunks:
         return None
+    if bounds is None and layout.num_chunks == 1:
+        bounds = (0, legal[-1])
     if bounds is None and layout.num_virtual_stages > 1:
-        bounds = _balanced_bounds(costs, legal, layout.num_chunks)
+        bounds = _balanced_bounds(costs, tuple(legal), layout.num_chunks)
     if bounds is None:
         tables = _StageTables(job, layout, costs, recompute=recompute)
         bounds = _walk(tables.cost(legal), tables.tail_s(legal), layout, legal)
         if bounds is None:  # does not fit: show the cuts that come nearest
-            bounds = _balanced_bounds(costs, legal, layout.num_chunks)
+            bounds = _balanced_bounds(costs, tuple(legal), layout.num_chunks)
     return _fill(job, layout, costs, bounds, recompute=recompute)
 
 
@@ -274,7 +277,8 @@ def _least_sum(cost: Array, tail: Array, bottleneck: float) -> tuple[float, list
     return float(reach[-1]), path[::-1]
 
 
-def _balanced_bounds(costs: BlockCosts, legal: list[int], num_chunks: int) -> tuple[int, ...]:
+@lru_cache(maxsize=1024)
+def _balanced_bounds(costs: BlockCosts, legal: tuple[int, ...], num_chunks: int) -> tuple[int, ...]:
     """Bounds that balance time over the chunks, whatever the memory."""
     times = _ranges(costs.step_s)[np.ix_(legal, legal)]
     times[np.tril_indices(len(legal))] = np.inf
