@@ -11,6 +11,7 @@ __all__ = [
     "OutsizeError",
     "PlanError",
     "RecordingError",
+    "TrainingError",
 ]
 
 
@@ -54,3 +55,7 @@ class DoesNotFitError(OutsizeError):
 
 class LaunchError(OutsizeError):
     """Worker processes could not be started, or one of them failed."""
+
+
+class TrainingError(OutsizeError):
+    """Training cannot go on, for example because a gradient is not finite."""

@@ -25,6 +25,7 @@ _PRELOADED = [
     "torch",
     "torch.distributed.pipelining",
     "torch.distributed.checkpoint",
+    "torch._dynamo",  # imported by the first fake tensor
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
 ]

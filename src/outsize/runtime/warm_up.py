@@ -16,10 +16,10 @@ def warm_up(device: torch.device) -> None:
     layer = torch.nn.Linear(64, 64, device=device)
     optimizer = torch.optim.AdamW(layer.parameters())
     for _ in range(2):
-        hidden = torch.nn.functional.layer_norm(layer(torch.ones(64, 64, device=device)), (64,))
-        torch.nn.functional.cross_entropy(
-            hidden, torch.zeros(64, dtype=torch.int64, device=device)
-        ).backward()
+        logits = torch.nn.functional.layer_norm(layer(torch.ones(64, 64, device=device)), (64,))
+        labels = torch.zeros(64, dtype=torch.int64, device=device)
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     if dist.is_initialized():

@@ -1,0 +1,44 @@
+"""Sums gradients over replicas, in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["sum_gradients"]
+
+BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's default
+
+
+def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Sum ``parameter.grad`` in place over ``group``; nothing to do without one.
+
+    Losses are scaled by their share of the global batch beforehand, so this sum is the gradient of the global
+    batch, whatever the replicas' shares are. Every process must hold the same parameters with gradients.
+    """
+    if group is None:
+        return
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        dist.all_reduce(flat, group=group)
+        summed = torch.split(flat, [gradient.numel() for gradient in bucket])
+        for gradient, values in zip(bucket, summed, strict=True):
+            gradient.copy_(values.view_as(gradient))
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Group neighbours of one dtype into buckets of up to ``BUCKET_BYTES``."""
+    bucket: list[torch.Tensor] = []
+    num_bytes = 0
+    for gradient in gradients:
+        is_other_kind = bool(bucket) and gradient.dtype != bucket[0].dtype
+        if bucket and (is_other_kind or num_bytes + gradient.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(gradient)
+        num_bytes += gradient.nbytes
+    if bucket:
+        yield bucket

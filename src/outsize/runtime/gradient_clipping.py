@@ -1,0 +1,41 @@
+"""One norm over all gradients of the model, wherever they live, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from outsize.runtime.mesh import ProcessMesh
+
+__all__ = ["clip_gradients", "compute_gradient_norm"]
+
+_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same
+
+
+def compute_gradient_norm(
+    parameters: Mapping[str, nn.Parameter], mesh: ProcessMesh, is_counted: Callable[[str], bool]
+) -> torch.Tensor:
+    """Return the Euclidean norm of all gradients of the model, the same float64 scalar on every process.
+
+    Each process adds the squares of the parameters for which ``is_counted(name)``: shared and replicated
+    parameters on one process only, so that each enters once. Gradients are already summed over replicas.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and is_counted(name):
+            total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
+    for axis in ("tp", "pp"):
+        mesh.sum_over(axis, total)
+    return total.sqrt()
+
+
+def clip_gradients(parameters: Mapping[str, nn.Parameter], norm: float, max_norm: float) -> None:
+    """Scale all gradients by ``max_norm / norm`` where the norm exceeds ``max_norm``."""
+    factor = max_norm / (norm + _EPSILON)
+    if factor >= 1:
+        return
+    for parameter in parameters.values():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)

@@ -1,0 +1,146 @@
+"""A model that trains under a plan: one object a process, one call a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from outsize.errors import TrainingError
+from outsize.plan.plan import Plan
+from outsize.runtime.data_parallel import sum_gradients
+from outsize.runtime.gradient_clipping import clip_gradients, compute_gradient_norm
+from outsize.runtime.memory_limit import readable_out_of_memory
+from outsize.runtime.mesh import ProcessMesh
+from outsize.runtime.microbatches import BatchSplitter
+from outsize.runtime.stage_executor import StageExecutor
+from outsize.runtime.tied_parameters import TiedParameters
+
+__all__ = ["Execution", "HeldParameters", "ParallelModel", "StepResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did; the same on every process."""
+
+    loss: float  # of the global batch, before the update
+    gradient_norm: float  # of all gradients of the model, before clipping
+    num_elements: int  # that the (first) loss was taken over, such as labels that count
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How one mode, training or evaluation, runs: its stages, and how batches are cut for them.
+
+    Each mode has a recording of its own, because dropout between blocks is part of the program.
+    """
+
+    executor: StageExecutor
+    splitter: BatchSplitter
+
+
+@dataclass(frozen=True, slots=True)
+class HeldParameters:
+    """This process's parameters by full name (tied ones by the first), and who counts them in a norm."""
+
+    by_name: Mapping[str, nn.Parameter]
+    tied: TiedParameters
+    is_counted: Callable[[str], bool]
+
+
+class ParallelModel:
+    """This process's part of a model under a plan. Made by :func:`outsize.parallelize`.
+
+    Every process calls the same methods in the same order, with the same global batch.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: ProcessMesh,
+        module: nn.Module,
+        held: HeldParameters,
+        optimizer: torch.optim.Optimizer,
+        training: Execution,
+        make_evaluation: Callable[[], Execution],
+    ) -> None:
+        self.plan, self.mesh, self.optimizer = plan, mesh, optimizer
+        self.num_steps = 0
+        self._module, self._held = module, held
+        self._training = training
+        self._make_evaluation = make_evaluation  # called once, with the module in evaluation mode
+        self._evaluation: Execution | None = None
+        self._training_modes = {part: part.training for part in module.modules()}
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters (or shards) that this process holds, by full name; tied ones by their first name."""
+        return self._held.by_name
+
+    def train_step(self, batch: Any) -> StepResult:
+        """Update the parameters with one global batch.
+
+        Raises:
+            BatchError: the batch does not have the shape the plan needs; nothing was sent or changed.
+            DoesNotFitError: this device ran out of memory.
+            TrainingError: a gradient is not finite; no process changed a parameter.
+        """
+        with readable_out_of_memory(self.mesh.rank, self.plan.device_memory_bytes, "training"):
+            result = self.compute_gradients(batch)
+            self._update(result.gradient_norm)
+        return result
+
+    def compute_gradients(self, batch: Any) -> StepResult:
+        """Leave the gradients of one global batch in ``parameter.grad``, summed over all that hold it."""
+        accumulation_steps, counts = self._training.splitter.split(batch)
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for microbatches in accumulation_steps:
+            loss += self._training.executor.train(microbatches)
+        sum_gradients(list(self.parameters.values()), self.mesh.group("dp"))
+        self._held.tied.sum_gradients(self.parameters)
+        norm = compute_gradient_norm(self.parameters, self.mesh, self._held.is_counted)
+        return StepResult(self._known_to_all(loss), norm.item(), counts[0])
+
+    def evaluate(self, batch: Any) -> float:
+        """Return the loss of one global batch with the module in evaluation mode; parameters stay.
+
+        Raises:
+            BatchError: the batch does not have the shape the plan needs.
+        """
+        self._module.eval()
+        try:
+            if self._evaluation is None:
+                self._evaluation = self._make_evaluation()
+            accumulation_steps, _ = self._evaluation.splitter.split(batch)
+            loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+            for microbatches in accumulation_steps:
+                loss += self._evaluation.executor.evaluate(microbatches)
+        finally:
+            for part, mode in self._training_modes.items():
+                part.training = mode
+        return self._known_to_all(loss)
+
+    def _known_to_all(self, loss: torch.Tensor) -> float:
+        """Add up the loss over replicas and let every pipeline rank know it (others than the last have 0)."""
+        for axis in ("dp", "pp"):
+            self.mesh.sum_over(axis, loss)
+        return loss.item()
+
+    def _update(self, norm: float) -> None:
+        if not math.isfinite(norm):
+            raise TrainingError(
+                f"The gradient norm is {norm} after {self.num_steps} steps.",
+                why="A gradient is not finite. No parameter was changed.",
+                attempt="a lower learning rate, gradient clipping from the start, or a look at this batch.",
+            )
+        max_norm = self.plan.optimizer.max_gradient_norm
+        if max_norm is not None:
+            clip_gradients(self.parameters, norm, max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.num_steps += 1

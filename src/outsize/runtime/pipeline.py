@@ -1,0 +1,177 @@
+"""Runs a schedule's actions on pipeline stages through torch.distributed.pipelining's runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining.stage import _RecvInfo
+
+from outsize.model.program import Program
+from outsize.model.stage_module import StageModule
+from outsize.plan.actions import Schedule
+from outsize.runtime.stage_executor import Microbatch, StageWithLoss
+
+__all__ = ["PipelineExecutor"]
+
+
+class PipelineExecutor:
+    """Executes one schedule on the stages of this rank; see :class:`StageExecutor`.
+
+    ``stages`` are this rank's, by stage index; ``group`` holds the pipeline ranks in order. Every rank has
+    the whole micro-batch, so inputs that several stages read (labels, masks) are not sent.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, StageModule],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._num_microbatches = schedule.num_microbatches
+        self._holds_loss = schedule.num_stages - 1 in stages
+        self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+            [
+                _make_stage(stage, index, schedule.num_stages, group, device)
+                for index, stage in sorted(stages.items())
+            ],
+            schedule.num_microbatches,
+            loss_fn=_loss_is_output,
+            scale_grads=False,  # losses are scaled instead, by their share of the global batch
+        )
+        self._runtime._prepare_schedule_with_comms(_as_torch_actions(schedule))
+
+    def train(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """Accumulate gradients; return the sum of the scaled losses, zero on ranks without the last stage."""
+        self._runtime._has_backward = True
+        return self._run(microbatches)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """Return the sum of the scaled losses, zero on ranks without the last stage."""
+        self._runtime._has_backward = False
+        return self._run(microbatches)
+
+    def _run(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """Do what the runtime's ``step`` does, with micro-batches that are split already."""
+        stages = self._runtime._stages
+        losses: list[torch.Tensor] = []
+        for stage in stages:
+            stage.has_backward = self._runtime._has_backward
+        self._runtime._step_microbatches(
+            kwarg_mbs=[{**batch.entries, "loss_scales": batch.loss_scales} for batch in microbatches],
+            target_mbs=[None] * self._num_microbatches,
+            losses=losses,
+            return_outputs=False,
+        )
+        for stage in stages:
+            stage.clear_runtime_states()
+        if not self._holds_loss:
+            return torch.zeros((), device=self._device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+class _Stage(PipelineStage):
+    """torch's stage, but a receive buffer exists only from its receive to its use.
+
+    torch makes buffers for all micro-batches at once and keeps them, which for many micro-batches outweighs
+    the activations themselves.
+    """
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        del has_backward
+        metas = self._stage_meta.inputs or ()
+        for chunk in range(num_microbatches):
+            self.args_recv_info[chunk] = tuple(
+                _RecvInfo(f"input {index}", self.stage_index - 1, None, meta)
+                for index, meta in enumerate(metas)
+            )
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, list[int]]) -> tuple[_RecvInfo, ...]:
+        del act_send_info
+        metas = self._stage_meta.output_grads or ()
+        return tuple(
+            _RecvInfo(f"output gradient {index}", self.stage_index + 1, None, meta)
+            for index, meta in enumerate(metas)
+        )
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._make_buffers(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward:
+            self._make_buffers(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
+    ) -> None:
+        infos = self.grad_recv_info[mb_index]
+        without = [info for info, grad in zip(infos, next_stage_bwd_outputs, strict=True) if grad is None]
+        self._make_buffers(without)  # torch fills these with zeros
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
+        received: tuple[torch.Tensor, ...] = super()._retrieve_recv_activations(fwd_chunk_id)
+        _drop_buffers(self.args_recv_info[fwd_chunk_id])
+        return received
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor | None, ...]:
+        received: tuple[torch.Tensor | None, ...] = super()._retrieve_recv_grads(bwd_chunk_id)
+        _drop_buffers(self.grad_recv_info[bwd_chunk_id])
+        return received
+
+    def _make_buffers(self, infos: Sequence[_RecvInfo]) -> None:
+        for info in infos:
+            if info.tensor_meta is not None:
+                meta = info.tensor_meta
+                info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+
+
+def _drop_buffers(infos: Sequence[_RecvInfo]) -> None:
+    for info in infos:
+        info.buffer = None
+
+
+def _make_stage(
+    stage: StageModule, index: int, num_stages: int, group: dist.ProcessGroup, device: torch.device
+) -> _Stage:
+    outputs = () if stage.part.is_last else _described(stage.program, stage.part.sent)
+    return _Stage(
+        StageWithLoss(stage),
+        index,
+        num_stages,
+        device,
+        input_args=_described(stage.program, stage.part.received),
+        output_args=outputs,
+        group=group,
+    )
+
+
+def _described(program: Program, values: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Return tensors without data that have the recorded shapes, dtypes and gradient flags."""
+    return tuple(
+        torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
+        for spec in (program.specs[value] for value in values)
+    )
+
+
+def _as_torch_actions(schedule: Schedule) -> dict[int, list[_Action | None]]:
+    return {
+        rank: [
+            _Action(action.stage, _ComputationType(str(action.kind)), action.microbatch) for action in actions
+        ]
+        for rank, actions in enumerate(schedule.actions)
+    }
+
+
+def _loss_is_output(output: torch.Tensor, target: Any) -> torch.Tensor:
+    del target
+    return output

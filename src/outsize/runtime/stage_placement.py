@@ -1,0 +1,80 @@
+"""Which stages of the program this process runs, and on which schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outsize.errors import PlanError, RecordingError
+from outsize.model.cuts import find_cut
+from outsize.model.deferred import DeferredModel
+from outsize.model.program import Program
+from outsize.model.slice import Slice, slice_program
+from outsize.model.stage_module import StageModule
+from outsize.plan.actions import Schedule
+from outsize.plan.plan import Plan
+from outsize.plan.schedule_files import find_schedule
+from outsize.plan.schedule_validation import validate_schedule
+from outsize.runtime.mesh import ProcessMesh
+from outsize.runtime.pipeline import PipelineExecutor
+from outsize.runtime.stage_executor import OneProcessExecutor, StageExecutor
+
+__all__ = ["StagePlacement", "place_stages"]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlacement:
+    """The slices of a program, in order, and the schedule that says which pipeline rank runs which."""
+
+    program: Program
+    slices: Sequence[Slice]
+    schedule: Schedule
+
+    def slices_of(self, pipeline_rank: int) -> list[Slice]:
+        """Return the slices that a pipeline rank runs, in stage order."""
+        ranks = self.schedule.stage_to_rank
+        return [part for part in self.slices if ranks[part.index] == pipeline_rank]
+
+    def make_executor(self, deferred: DeferredModel, mesh: ProcessMesh) -> StageExecutor:
+        """Return what runs this process's stages, on the blocks and parameters of ``deferred.module``."""
+        stages = {
+            part.index: StageModule(self.program, part, deferred.module)
+            for part in self.slices_of(mesh.coordinates["pp"])
+        }
+        group = mesh.group("pp")
+        if group is None:
+            return OneProcessExecutor(stages[0], mesh.device)
+        return PipelineExecutor(self.schedule, stages, group, mesh.device)
+
+
+def place_stages(plan: Plan, program: Program) -> StagePlacement:
+    """Cut the program where the plan says, and make its schedule.
+
+    Raises:
+        PlanError: the plan's cuts are not cuts of this program, or its schedule cannot run.
+        RecordingError: the model returns no loss.
+    """
+    if program.loss_value is None:
+        raise RecordingError(
+            "The model returns no loss.",
+            why="Training differentiates an output named loss, or the only scalar one.",
+            attempt="a sample batch with labels, or a module whose forward returns the loss.",
+        )
+    num_virtual = plan.schedule.num_virtual_stages
+    num_stages = plan.mesh.pp * num_virtual
+    if len(plan.stages) != num_stages and num_stages > 1:
+        raise PlanError(
+            f"The plan has {len(plan.stages)} stages, and its mesh needs {num_stages}.",
+            why=f"{plan.mesh.pp} pipeline ranks with {num_virtual} stages each.",
+        )
+    if plan.mesh.pp == 1 and num_virtual > 1:
+        raise PlanError("One pipeline rank runs one stage.", why=f"The plan asks for {num_virtual}.")
+    schedule = find_schedule(
+        plan.schedule.name,
+        num_ranks=plan.mesh.pp,
+        num_microbatches=plan.schedule.num_microbatches,
+        num_virtual_stages=num_virtual if num_virtual > 1 else None,
+    )
+    validate_schedule(schedule)
+    cuts = [find_cut(program, stage.begins_at) for stage in plan.stages[1:]]
+    return StagePlacement(program, slice_program(program, cuts), schedule)

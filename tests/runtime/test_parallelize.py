@@ -1,0 +1,118 @@
+"""Every split trains exactly like one process: losses, norms, gradients, and parameters after five steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.models import make_batch, tied_llama, train_reference, untied_llama
+from helpers.processes import run_distributed
+from outsize.plan.plan import Mesh, OptimizerSpec, Plan, ScheduleSpec, StageSpec
+from outsize.runtime.parallelize import parallelize
+
+pytestmark = pytest.mark.distributed
+
+OPTIMIZER = OptimizerSpec(learning_rate=1e-2, weight_decay=0.1)
+CUTS = {1: (), 2: ("model.layers.2",), 4: ("model.layers.1", "model.layers.2", "model.layers.3")}
+NUM_STEPS = 5
+GLOBAL_BATCH = 12
+
+
+def make_plan(mesh: Mesh, *, cuts: tuple[str, ...] | None = None, **changes: Any) -> Plan:
+    labels = ("", *(CUTS[mesh.pp] if cuts is None else cuts))
+    stages = tuple(StageSpec(index, label) for index, label in enumerate(labels))
+    plan = Plan("pipeline_parallel", mesh, stages, ScheduleSpec(), GLOBAL_BATCH, optimizer=OPTIMIZER)
+    return replace(plan, **changes)
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    return [make_batch(GLOBAL_BATCH, seed=step) for step in range(NUM_STEPS)]
+
+
+def train(factory: Callable[[], Any], plan: Plan) -> tuple[Any, ...]:
+    """Return losses, norms, first gradients and final parameters of this rank."""
+    model = parallelize(factory, plan, sample_batch=batches()[0])
+    first = model.compute_gradients(batches()[0])
+    gradients = {name: p.grad.clone() for name, p in model.parameters.items() if p.grad is not None}
+    results = [model.train_step(batch) for batch in batches()]
+    assert first.loss == results[0].loss
+    parameters = {name: p.detach().clone() for name, p in model.parameters.items()}
+    return [r.loss for r in results], [r.gradient_norm for r in results], gradients, parameters
+
+
+def train_all(_rank: int, factory: Callable[[], Any], plans: list[Plan]) -> list[tuple[Any, ...]]:
+    return [train(factory, plan) for plan in plans]
+
+
+def assert_trains_like_one_process(factory: Callable[[], Any], plans: list[Plan]) -> None:
+    """Train under each plan, of the same number of processes and optimizer, and compare with one process."""
+    expected = train_reference(factory, batches(), plans[0].optimizer)
+    results = run_distributed(train_all, plans[0].mesh.world_size, factory, plans, timeout_s=100)
+    for by_rank in zip(*results, strict=True):
+        for result in by_rank:
+            assert_equal_to_reference(result, expected)
+        assert {name for _, _, _, held in by_rank for name in held} == set(expected[3])
+        assert len({tuple(losses) for losses, *_ in by_rank}) == 1, "every rank knows the same loss"
+
+
+def assert_equal_to_reference(result: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    losses, norms, gradients, parameters = result
+    assert losses == pytest.approx(expected[0], rel=1e-12)
+    assert norms == pytest.approx(expected[1], rel=1e-10)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[2][name], rtol=1e-10, atol=1e-12)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, expected[3][name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("factory", [untied_llama, tied_llama])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_pipeline_trains_exactly(factory: Any, pp: int) -> None:
+    """GPipe and 1F1B with ragged labels and 1 to 4 micro-batches, tied embeddings or not."""
+    plans = [
+        make_plan(Mesh(pp=pp), schedule=ScheduleSpec(schedule, num_microbatches))
+        for schedule in ("gpipe", "1f1b")
+        for num_microbatches in (1, 2, 3, 4)
+    ]
+    assert_trains_like_one_process(factory, plans)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pp=2), Mesh(dp=2), Mesh(pp=2, dp=2)])
+def test_accumulation_adds_up_to_the_global_batch(mesh: Mesh) -> None:
+    """B33, B35: two or three accumulation steps give ratio 1, not 0.625 or 0.4375, on any mesh."""
+    plans = [
+        make_plan(
+            mesh,
+            schedule=ScheduleSpec("1f1b", GLOBAL_BATCH // (mesh.dp * steps * 2)),
+            gradient_accumulation_steps=steps,
+        )
+        for steps in (1, 2, 3)
+    ]
+    assert_trains_like_one_process(tied_llama, plans)
+
+
+def test_one_process_without_a_process_group_trains_exactly() -> None:
+    """A plan of one process needs no torch.distributed."""
+    plan = make_plan(Mesh(), schedule=ScheduleSpec("1f1b", 3))
+    expected = train_reference(tied_llama, batches(), plan.optimizer)
+    assert_equal_to_reference(train(tied_llama, plan), expected)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(pp=4), Mesh(pp=2, dp=2)])
+def test_clipping_uses_one_norm_over_all_stages_with_ties_counted_once(mesh: Mesh) -> None:
+    """B20, B61: the norm is that of one process, not each stage's own, and not with the tie counted twice."""
+    optimizer = replace(OPTIMIZER, max_gradient_norm=0.1)
+    plan = make_plan(mesh, schedule=ScheduleSpec("1f1b", 2), optimizer=optimizer)
+    assert_trains_like_one_process(tied_llama, [plan])
+
+
+def test_tied_copies_stay_equal_bit_by_bit() -> None:
+    """B16: the embedding on the first stage and the head on the last are one parameter after five steps."""
+    plan = make_plan(Mesh(pp=2), schedule=ScheduleSpec("1f1b", 2))
+    first, last = run_distributed(train_all, 2, tied_llama, [plan])
+    name = "model.embed_tokens.weight"
+    assert torch.equal(first[0][3][name], last[0][3][name])
