@@ -4,12 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["fake_tensor_like", "fake_tensors_in"]
+__all__ = ["fake_tensor_like", "fake_tensors_in", "shapes_only"]
+
+
+@contextmanager
+def shapes_only() -> Iterator[FakeTensorMode]:
+    """Run operators on shapes alone while inside; yields the mode that fake tensors belong to."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, _LooserShapes():  # type: ignore[no-untyped-call]
+        yield mode
+
+
+class _LooserShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives shapes to operators whose kernels take more than torch's own shape functions allow.
+
+    A grouped product runs in other dtypes than bfloat16 too, but its shape function refuses them.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer for a grouped product; leave the rest to the mode below."""
+        if func is torch.ops.aten._grouped_mm.default:
+            return _grouped_product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,  # noqa: ARG001 - changes no shape
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return an empty result: groups are a dim of neither, of one or of both operands."""
+    rows, columns = left.shape[-2], right.shape[-1]
+    groups = left.shape[0] if left.dim() == 3 else len(offs) if right.dim() == 2 and offs is not None else 0
+    is_grouped = left.dim() == right.dim()
+    shape = (groups, rows, columns) if is_grouped else (rows, columns)
+    return left.new_empty(shape, dtype=out_dtype or left.dtype)
 
 
 def fake_tensor_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

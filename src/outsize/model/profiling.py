@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outsize.model.batch_entries import flatten_batch
 from outsize.model.block_signature import slice_signature
 from outsize.model.cuts import cut_points
 from outsize.model.deferred import build_deferred
-from outsize.model.fake import fake_tensor_like, fake_tensors_in
+from outsize.model.fake import fake_tensor_like, fake_tensors_in, shapes_only
 from outsize.model.profile import Amount, BlockProfile, ModelProfile
 from outsize.model.program import CutPoint, Program, Ref
 from outsize.model.record import record_module
@@ -106,12 +105,11 @@ class _Profiler:
     def _costs(self, recording: Recording, slices: list[Slice]) -> list[SliceCost]:
         """Return the cost of each slice; equal ones are run once."""
         program = recording.program
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
         entries, _ = flatten_batch(recording.batch)
         known: dict[Hashable, SliceCost] = {}
         costs = []
         signatures = [slice_signature(program, part, self.module) for part in slices]
-        with fake_tensors_in(self.module, mode), mode:
+        with shapes_only() as mode, fake_tensors_in(self.module, mode):
             fakes = {key: fake_tensor_like(tensor, mode) for key, tensor in entries.items()}
             for part, signature in zip(slices, signatures, strict=True):
                 if signature not in known:

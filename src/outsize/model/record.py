@@ -9,18 +9,18 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path
 
 from outsize.errors import RecordingError
 from outsize.model.batch_entries import flatten_batch
-from outsize.model.fake import fake_tensor_like, fake_tensors_in
+from outsize.model.fake import fake_tensor_like, fake_tensors_in, shapes_only
 from outsize.model.leaves import choose_leaves, has_parameters, initially_open
+from outsize.model.library_settings import training_settings
 from outsize.model.loss_terms import find_loss_terms
 from outsize.model.program import NodeKind, Program, TensorSpec
 from outsize.model.recorder import LeafMustOpen, Recorder
 
-__all__ = ["Granularity", "record_module"]
+__all__ = ["Granularity", "loss_tensor", "record_module"]
 
 Granularity = Literal["blocks", "operators"]
 _MAX_RECORDINGS = 60
@@ -34,15 +34,14 @@ def record_module(module: nn.Module, batch: Any, *, granularity: Granularity = "
     Raises:
         RecordingError: the forward fails on tensors without values, or hides where a value comes from.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     entries, layout = flatten_batch(batch)
-    fakes = {name: fake_tensor_like(tensor, mode) for name, tensor in entries.items()}
-    args, kwargs = layout.restore(fakes)
     opened = initially_open(module)
     for _ in range(_MAX_RECORDINGS):
         leaves = choose_leaves(module, opened) if granularity == "blocks" else []
         try:
-            with fake_tensors_in(module, mode), mode:
+            with training_settings(module), shapes_only() as mode, fake_tensors_in(module, mode):
+                fakes = {name: fake_tensor_like(tensor, mode) for name, tensor in entries.items()}
+                args, kwargs = layout.restore(fakes)
                 recorder = Recorder(module, fakes)
                 output = _run(recorder, module, leaves, args, kwargs)
                 return _finish(recorder, output, num_samples=_num_samples(entries))
@@ -159,7 +158,7 @@ def _finish(recorder: Recorder, output: Any, num_samples: int) -> Program:
     )
     if recorder.escaped:
         raise LeafMustOpen(recorder.escaped)
-    loss = _loss_tensor(output)
+    loss = loss_tensor(output)
     program = Program(
         nodes=recorder.nodes,
         specs={
@@ -176,7 +175,7 @@ def _finish(recorder: Recorder, output: Any, num_samples: int) -> Program:
     return program
 
 
-def _loss_tensor(output: Any) -> torch.Tensor | None:
+def loss_tensor(output: Any) -> torch.Tensor | None:
     """Return the output named ``loss``, else the only scalar floating-point output."""
     scalars = []
     for path, leaf in tree_flatten_with_path(output)[0]:
