@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["WorkerFailedError", "run_distributed"]
+__all__ = ["WorkerFailedError", "preloaded_context", "run_distributed"]
 
 # Forked workers inherit these from the fork server, which imports them once (about five seconds).
 _PRELOADED = [
@@ -39,6 +40,13 @@ class WorkerFailedError(AssertionError):
         self.rank, self.error = rank, error
 
 
+def preloaded_context() -> ForkServerContext:
+    """Return a context whose processes start with torch imported, from one server for the whole test run."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
 def run_distributed(
     function: Callable[..., Any],
     world_size: int,
@@ -57,8 +65,7 @@ def run_distributed(
         WorkerFailedError: a rank failed (with its traceback), died, or the time is over. All processes are
             killed first.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = preloaded_context()
     with tempfile.TemporaryDirectory(prefix="outsize-test-") as folder:
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
