@@ -6,18 +6,9 @@ from outsize.cost.layout import Job
 from outsize.planner.evaluate import Evaluator
 from outsize.planner.validation import Prediction
 from outsize.strategies.base import ALL_LAYOUTS, Space
-from outsize.strategies.combined import Combined
-from outsize.strategies.fully_sharded import FullySharded
-from outsize.strategies.mirrored import Mirrored
-from outsize.strategies.multi_worker_mirrored import MultiWorkerMirrored
-from outsize.strategies.pipeline_parallel import PipelineParallel
-from outsize.strategies.tensor_parallel import TensorParallel
+from outsize.strategies.registry import ALL_STRATEGIES
 
 __all__ = ["choice_ratio"]
-
-_STRATEGIES = (
-    Mirrored(), MultiWorkerMirrored(), FullySharded(), PipelineParallel(), TensorParallel(), Combined(),
-)  # fmt: skip
 
 
 def choice_ratio(prediction: Prediction, space: Space = ALL_LAYOUTS) -> float | None:
@@ -32,7 +23,8 @@ def choice_ratio(prediction: Prediction, space: Space = ALL_LAYOUTS) -> float | 
     evaluator = Evaluator(job, space.allows_recompute)
     layouts = (
         layout
-        for strategy in _STRATEGIES
+        for strategy in ALL_STRATEGIES
+        if strategy.name != "parameter_server"
         if strategy.refusal(job) is None
         for layout in strategy.layouts(job, space)
     )

@@ -17,27 +17,11 @@ from outsize.planner.checks import check_batch, check_mesh
 from outsize.planner.evaluate import Evaluator, Outcome
 from outsize.planner.stages import pinned_bounds
 from outsize.planner.verdicts import judge
-from outsize.strategies.base import RUNNABLE, Space, Strategy, layouts_on
-from outsize.strategies.combined import Combined
-from outsize.strategies.fully_sharded import FullySharded
-from outsize.strategies.mirrored import Mirrored
-from outsize.strategies.multi_worker_mirrored import MultiWorkerMirrored
-from outsize.strategies.parameter_server import ParameterServer
-from outsize.strategies.pipeline_parallel import PipelineParallel
-from outsize.strategies.tensor_parallel import TensorParallel
+from outsize.strategies.base import RUNNABLE, Space, layouts_on
+from outsize.strategies.registry import ALL_STRATEGIES
 from outsize.units import format_bytes
 
 __all__ = ["NothingFitsError", "PlanningResult", "judge_strategies", "plan_job"]
-
-_STRATEGIES: tuple[Strategy, ...] = (
-    Mirrored(),
-    MultiWorkerMirrored(),
-    ParameterServer(),
-    FullySharded(),
-    PipelineParallel(),
-    TensorParallel(),
-    Combined(),
-)
 
 
 class NothingFitsError(DoesNotFitError):
@@ -112,7 +96,7 @@ def judge_strategies(job: Job, space: Space) -> list[tuple[Verdict, Outcome]]:
     """Return the verdict on every strategy and the outcome of its search, in the order of STRATEGIES."""
     evaluator = Evaluator(job, space.allows_recompute)
     judged = []
-    for strategy in _STRATEGIES:
+    for strategy in ALL_STRATEGIES:
         refusal = strategy.refusal(job)
         layouts: Iterator[Layout] = iter(()) if refusal else strategy.layouts(job, space)
         outcome = evaluator.search(layouts)

@@ -38,6 +38,7 @@ class Strategy(ABC):
     """One way of using several devices. Stateless; one instance a strategy."""
 
     name: str
+    reached_for: str  # for people: why one might want it
     right_when: str  # for people: the situation this strategy is made for
     splits_state: bool  # whether more devices leave each with less of the model
 

@@ -17,6 +17,7 @@ class Combined(Strategy):
     """Two or more axes at once, such as stages across machines and operators within them."""
 
     name = "combined"
+    reached_for = "each axis can use the links that suit it"
     right_when = "no single strategy fits or is fast enough, and the devices factor into fast and slow links"
     splits_state = True
 

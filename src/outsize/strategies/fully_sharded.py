@@ -16,6 +16,7 @@ class FullySharded(Strategy):
     """Each device keeps a shard and gathers one block at a time; activations are not divided."""
 
     name = "fully_sharded"
+    reached_for = "the model's code stays as it is, and state shrinks with every device added"
     right_when = (
         "the state exceeds a device, but a shard of it, the largest block and the activations of a "
         "micro-batch fit, and links are fast enough to gather every block twice a pass"

@@ -15,6 +15,7 @@ class Mirrored(Strategy):
     """Every device holds the whole model, so more devices add speed and never room."""
 
     name = "mirrored"
+    reached_for = "it is one line of code, and every device works all the time"
     right_when = (
         "the whole training state fits one device with room for activations, and the devices share a machine"
     )

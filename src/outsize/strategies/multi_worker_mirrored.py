@@ -15,6 +15,7 @@ class MultiWorkerMirrored(Strategy):
     """As mirrored, over machines: gradients cross the network in every step."""
 
     name = "multi_worker_mirrored"
+    reached_for = "the same one line, and throughput grows with machines"
     right_when = (
         "the whole training state fits one device, and the network carries 2 (H-1)/H of the gradients "
         "in less time than a backward takes"

@@ -18,6 +18,7 @@ class ParameterServer(Strategy):
     """
 
     name = "parameter_server"
+    reached_for = "workers may come and go, and memory of the servers counts"
     right_when = (
         "embeddings dwarf the dense part and each batch touches few rows, or workers are uneven, "
         "preemptible or join late"

@@ -21,6 +21,7 @@ class PipelineParallel(Strategy):
     """Splits the model between blocks; little traffic, some idle time while the pipeline fills."""
 
     name = "pipeline_parallel"
+    reached_for = "only activations between stages are sent, so even slow links will do"
     right_when = (
         "blocks form a chain that balances, links are slow, and the batch gives about four "
         "micro-batches a stage"

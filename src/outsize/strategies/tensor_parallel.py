@@ -16,6 +16,7 @@ class TensorParallel(Strategy):
     """Splits inside blocks; every block waits for collectives, so links must be fast."""
 
     name = "tensor_parallel"
+    reached_for = "it divides everything, activations too, and has no idle time"
     right_when = (
         "a single block or its activations are too big for a device, heads and widths divide, "
         "and the devices share a fast link"
