@@ -25,6 +25,7 @@ FAMILIES = ("volta", "ampere", "ampere_pcie", "hopper", "blackwell")
 FIELDS = ("matmul", "attention", "bandwidth", "kernel_s")
 PRIOR = 0.5  # a constant may move this much (in logarithm) at the cost of one row's whole scale
 SCALE = 0.05
+STEP = 0.01
 
 
 class Constants:
@@ -45,7 +46,19 @@ class Constants:
         self.factors = [name for name in frameworks if name != "megatron_2021"]
         start = [getattr(curves[family], name) for family, name in self.names]
         start += [software.find_software(name).factor for name in self.factors]
+        # No device exceeds its data sheet.
+        most = {"matmul": 0.92, "matmul_fp8": 0.92, "attention": 0.8, "bandwidth": 0.95}
+        self.most = np.full(len(start) + 2, np.inf)
+        self.most[: len(self.names)] = [math.log(most.get(name, math.inf)) for _, name in self.names]
         self.start = np.log([*start, curves["ampere"].matmul_half_size, collective.KNEE_BYTES])
+
+    def touched(self, runs: list[PublishedRun]) -> list[list[int]]:
+        """For each constant, the rows it can change."""
+        families = [_family(run) for run in runs]
+        everything = list(range(len(runs)))
+        by_name = [[row for row in everything if families[row] == family] for family, _ in self.names]
+        by_name += [[row for row in everything if runs[row].software == name] for name in self.factors]
+        return [*by_name, everything, everything]
 
     def apply(self, vector: np.ndarray) -> None:
         values = np.exp(vector)
@@ -89,16 +102,38 @@ def main() -> None:
     runs = [run for run in runs if run.step_time_s and _possible(run)]
     fitted = [run for run in runs if not (arguments.without and arguments.without in run.source)]
     sizes = Counter(run.source for run in fitted)
-    weights = np.array([sizes[run.source] ** -0.25 for run in fitted])
+    weights = np.array([sizes[run.source] ** -0.1 for run in fitted])
     constants = Constants(fitted)
 
-    def residuals(vector: np.ndarray) -> np.ndarray:
+    def logs(vector: np.ndarray, chosen: list[PublishedRun]) -> np.ndarray:
         constants.apply(vector)
-        logs = [math.log(1 + (_predict(run).time_error or 0.0)) for run in fitted]
-        return np.concatenate([weights * np.array(logs) / SCALE, (vector - constants.start) / PRIOR])
+        return np.array([math.log(1 + (_predict(run).time_error or 0.0)) for run in chosen])
+
+    def residuals(vector: np.ndarray) -> np.ndarray:
+        pulled = (vector - constants.start) / PRIOR
+        return np.concatenate([weights * logs(vector, fitted) / SCALE, pulled])
+
+    def jacobian(vector: np.ndarray) -> np.ndarray:
+        """By differences, for each constant over just the rows that it can change."""
+        rows = np.zeros((len(fitted), len(vector)))
+        base = logs(vector, fitted)
+        for column, touched in enumerate(constants.touched(fitted)):
+            name = column - len(constants.names)
+            if 0 <= name < len(constants.factors):
+                rows[touched, column] = 1.0
+                continue
+            moved = vector.copy()
+            moved[column] += STEP
+            rows[touched, column] = (logs(moved, [fitted[row] for row in touched]) - base[touched]) / STEP
+        return np.concatenate([weights[:, None] * rows / SCALE, np.eye(len(vector)) / PRIOR])
 
     result = least_squares(
-        residuals, constants.start, loss="soft_l1", max_nfev=arguments.evaluations, diff_step=1e-3
+        residuals,
+        constants.start,
+        jacobian,
+        bounds=(-np.inf, constants.most),
+        loss="soft_l1",
+        max_nfev=arguments.evaluations,
     )
     constants.apply(result.x)
     for (family, name), value in zip(constants.names, np.exp(result.x), strict=False):
@@ -110,9 +145,8 @@ def main() -> None:
     shown = [run for run in runs if run not in fitted] if arguments.without else runs
     summary = error_summary([_predict(run) for run in shown], lambda prediction: prediction.time_error)
     for source, figures in summary["by_source"].items():
-        print(
-            f"{source[:50]:50} {figures['num_rows']:4} {figures['mean_abs_error']:.3f} {figures['mean_error']:+.3f}"
-        )
+        error, bias = figures["mean_abs_error"], figures["mean_error"]
+        print(f"{source[:50]:50} {figures['num_rows']:4} {error:.3f} {bias:+.3f}")
     print(summary["num_rows"], summary["mean_abs_error"], summary["median_abs_error"])
 
 

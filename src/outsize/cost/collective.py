@@ -20,7 +20,7 @@ __all__ = ["all_gather_s", "all_reduce_s", "all_to_all_s", "reduce_scatter_s", "
 
 # A ring cuts a message into pieces; below about this size a collective does not reach its bandwidth
 # (8 x H200 all-reduce: half of the bandwidth at 16 MiB), which acts like bytes added to each message.
-KNEE_BYTES = 8 * 2**20
+KNEE_BYTES = 2.17e+07
 
 
 def _steps(link: Link, members: int) -> float:
@@ -54,11 +54,11 @@ def all_reduce_s(span: Span, num_bytes: Any) -> Any:
     return 2 * all_gather_s(span, num_bytes)
 
 
-def all_to_all_s(span: Span, num_bytes: float, num_copies: int = 1) -> float:
+def all_to_all_s(span: Span, num_bytes: float, num_copies: int = 1, max_machines: int = 0) -> float:
     """Seconds in which each member sends ``num_bytes`` in equal parts to all members.
 
     Where the bytes are ``num_copies`` copies for members drawn at random, those for one machine travel
-    once: of H machines, H (1 - (1 - 1/H)^k) are hit.
+    once: of H machines, H (1 - (1 - 1/H)^k) are hit, or ``max_machines`` where routing keeps to so many.
     """
     n = span.degree
     if n <= 1:
@@ -66,8 +66,9 @@ def all_to_all_s(span: Span, num_bytes: float, num_copies: int = 1) -> float:
     if span.across is None:
         return num_bytes * (n - 1) / n / span.inside.bandwidth_bytes_per_s + _steps(span.inside, n)
     machines = span.num_machines
-    hit = machines * (1 - (1 - 1 / machines) ** num_copies) / num_copies
-    leaving = num_bytes * hit * (n - span.per_machine) / n
+    hit = machines * (1 - (1 - 1 / machines) ** num_copies)
+    hit = min(hit, max_machines) if max_machines else hit
+    leaving = num_bytes * hit / num_copies * (n - span.per_machine) / n
     return leaving / span.across.bandwidth_bytes_per_s + _steps(span.across, n)
 
 

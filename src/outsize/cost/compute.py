@@ -31,7 +31,7 @@ class Efficiency:
     attention: float  # of the matrix rate, in forward
     attention_backward: float  # of the matrix rate, in backward
     bandwidth: float  # of the memory bandwidth
-    kernel_s: float  # to start one operator
+    kernel_s: float  # the host needs to start an operator's kernels: a block takes at least their sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,9 @@ def estimate_block_s(
             _operator_s(operator, device, precision, num_samples, shards, scale)
             for operator in block.operators
         ]
-        return sum(time[0] for time in times), sum(time[1] for time in times)
+        launched = len(times) * efficiency_of(device).kernel_s
+        forward, backward = (sum(time[way] for time in times) for way in (0, 1))
+        return max(forward, launched), max(backward, 1.5 * launched)
     return _whole_block_s(block, device, precision, num_samples, shards, scale)
 
 
@@ -102,16 +104,15 @@ def _operator_s(
     divided = _divisor(operator, shards)
     if operator.kind == "elementwise":
         traffic = operator.bytes_moved.of(num_samples) * scale / divided
-        time = traffic / (device.memory_bandwidth_bytes_per_s * curve.bandwidth) + curve.kernel_s
+        time = traffic / (device.memory_bandwidth_bytes_per_s * curve.bandwidth)
         return time, 1.5 * time
     flops = operator.forward_flops.of(num_samples) / divided
     if operator.kind == "attention":
         rate = device.rate("bf16" if precision == "fp8" else precision)
-        forward = flops / (rate * curve.attention) + curve.kernel_s
-        return forward, 2.0 * flops / (rate * curve.attention_backward) + curve.kernel_s
+        return flops / (rate * curve.attention), 2.0 * flops / (rate * curve.attention_backward)
     reached = curve.matmul_fp8 if precision == "fp8" else curve.matmul
     rate = device.rate(precision) * reached * _size_efficiency(operator, curve, num_samples, shards)
-    time = flops / rate + curve.kernel_s
+    time = flops / rate
     return time, 2 * time
 
 

@@ -89,6 +89,7 @@ class BlockProfile:
     num_expert_parameters: int = 0  # divided by expert parallelism
     all_to_all_bytes: Amount = field(default_factory=Amount)  # each of two in forward, two in backward
     num_token_copies: int = 1  # experts each token is sent to; copies to one machine travel once
+    max_machines_per_token: int = 0  # where routing keeps to so many machines; 0: no limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class TransformerConfig:
     num_shared_experts: int = 0
     expert_hidden: int = 0
     num_dense_layers: int = 0  # first layers without experts
+    max_machines_per_token: int = 0  # node-limited routing
     # multi-head latent attention
     query_rank: int = 0
     key_value_rank: int = 0
@@ -275,6 +276,7 @@ def _layer(
         num_expert_parameters=sum(part.experts for part in parts),
         all_to_all_bytes=Amount(ELEMENT * tokens * h * config.num_active_experts if has_experts else 0.0),
         num_token_copies=max(config.num_active_experts, 1),
+        max_machines_per_token=config.max_machines_per_token,
     )
 
 

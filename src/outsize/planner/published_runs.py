@@ -207,6 +207,7 @@ def _with_experts(config: TransformerConfig, model: str, experts: int, ffn: int)
             query_rank=1536,
             key_value_rank=512,
             rotary_dim=64,
+            max_machines_per_token=4 if "DeepSeek" in model else 0,
         )
     return replace(mixed, head_dim=64 if "GPT-OSS" in model else 128)
 
