@@ -113,9 +113,7 @@ def _options(plan: Plan) -> list[_Option]:
                 verdict=verdict,
                 reached_for=wanted.get(verdict.name, ""),
                 time=format_seconds(verdict.step_time_s) if verdict.step_time_s else "",
-                bar=_bar("", verdict.by_category, verdict.available_bytes, scale)
-                if verdict.needed_bytes
-                else None,
+                bar=_bar("", verdict.by_category, available, scale) if needed else None,
                 is_chosen=verdict.name == plan.strategy,
             )
         )
