@@ -1,6 +1,6 @@
 """Fits the efficiency curves and software factors to published runs; prints them as TOML with the errors.
 
-    python benchmarks/fit_efficiency.py RUNS.csv [--without SOURCE]
+    python benchmarks/fit_efficiency.py RUNS.csv [--leave-one-out]
 
 Few shared constants only: a curve for each family of devices, and one factor for each framework. The fit is
 robust (soft L1) and pulled towards the values it starts from, so that little data changes little.
@@ -92,15 +92,8 @@ def _predict(run: PublishedRun) -> Prediction:
     return predict_run(replace(run, job=replace(run.job, software=framework)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("--without", default=None, help="leave out sources that contain this text")
-    parser.add_argument("--evaluations", type=int, default=12)
-    arguments = parser.parse_args()
-    runs, _ = load_runs(arguments.runs)
-    runs = [run for run in runs if run.step_time_s and _possible(run)]
-    fitted = [run for run in runs if not (arguments.without and arguments.without in run.source)]
+def fit(fitted: list[PublishedRun], evaluations: int) -> tuple[Constants, np.ndarray]:
+    """Fit the constants to ``fitted`` and leave them applied."""
     sizes = Counter(run.source for run in fitted)
     weights = np.array([sizes[run.source] ** -0.1 for run in fitted])
     constants = Constants(fitted)
@@ -133,21 +126,67 @@ def main() -> None:
         jacobian,
         bounds=(-np.inf, constants.most),
         loss="soft_l1",
-        max_nfev=arguments.evaluations,
+        max_nfev=evaluations,
     )
     constants.apply(result.x)
-    for (family, name), value in zip(constants.names, np.exp(result.x), strict=False):
-        print(f"{family}.{name} = {value:.4g}")
-    for name, value in zip(constants.factors, np.exp(result.x[len(constants.names) :]), strict=False):
-        print(f"{name}.factor = {value:.3f}")
-    print(f"matmul_half_size = {np.exp(result.x[-2]):.4g}")
-    print(f"knee_bytes = {collective.KNEE_BYTES:.3g}")
-    shown = [run for run in runs if run not in fitted] if arguments.without else runs
-    summary = error_summary([_predict(run) for run in shown], lambda prediction: prediction.time_error)
+    return constants, result.x
+
+
+def reset() -> None:
+    """Put back constants that no run has touched: one curve for all accelerators, factors of 1."""
+    curves, tables = compute._curves(), software._tables()
+    for family in FAMILIES:
+        old = curves[family]
+        new = replace(curves["accelerator"])
+        curves.update({kind: new for kind, curve in curves.items() if curve is old})
+    tables.update({name: replace(framework, factor=1.0) for name, framework in tables.items()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--leave-one-out", action="store_true", help="predict each source from the others")
+    parser.add_argument("--evaluations", type=int, default=12)
+    arguments = parser.parse_args()
+    runs, _ = load_runs(arguments.runs)
+    runs = [run for run in runs if run.step_time_s and _possible(run)]
+    if arguments.leave_one_out:
+        predictions = _leave_one_out(runs, arguments.evaluations)
+    else:
+        _show_constants(*fit(runs, arguments.evaluations))
+        predictions = [_predict(run) for run in runs]
+    summary = error_summary(predictions, lambda prediction: prediction.time_error)
     for source, figures in summary["by_source"].items():
         error, bias = figures["mean_abs_error"], figures["mean_error"]
         print(f"{source[:50]:50} {figures['num_rows']:4} {error:.3f} {bias:+.3f}")
     print(summary["num_rows"], summary["mean_abs_error"], summary["median_abs_error"])
+
+
+def _publisher(run: PublishedRun) -> str:
+    """Versions of one page count as one source."""
+    return " ".join(run.source.split()[:2])
+
+
+def _leave_one_out(runs: list[PublishedRun], evaluations: int) -> list[Prediction]:
+    predictions = []
+    for publisher in dict.fromkeys(map(_publisher, runs)):
+        reset()
+        fit([run for run in runs if _publisher(run) != publisher], evaluations)
+        left = [_predict(run) for run in runs if _publisher(run) == publisher]
+        errors = [abs(prediction.time_error or 0.0) for prediction in left]
+        print(f"without {publisher}: {len(left)} rows, mean |error| {np.mean(errors):.3f}", flush=True)
+        predictions += left
+    return predictions
+
+
+def _show_constants(constants: Constants, vector: np.ndarray) -> None:
+    values = np.exp(vector)
+    for (family, name), value in zip(constants.names, values, strict=False):
+        print(f"{family}.{name} = {value:.4g}")
+    for name, value in zip(constants.factors, values[len(constants.names) :], strict=False):
+        print(f"{name}.factor = {value:.3f}")
+    print(f"matmul_half_size = {values[-2]:.4g}")
+    print(f"knee_bytes = {values[-1]:.3g}")
 
 
 def _possible(run: PublishedRun) -> bool:

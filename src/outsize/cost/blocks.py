@@ -71,6 +71,21 @@ class BlockCosts:
         return self.forward_s + self.backward_s + 2 * self.communication_s
 
     @cached_property
+    def saved_by_mode(self) -> Array:
+        """Bytes kept for backward, by position in RECOMPUTE_MODES and block."""
+        return np.stack([self.saved_bytes, self.selective_saved_bytes, self.full_saved_bytes])
+
+    @cached_property
+    def temporary_by_mode(self) -> Array:
+        """Highest extra memory while a block runs; a recomputed one holds its activations meanwhile."""
+        return self.temporary_bytes + np.maximum(self.saved_bytes - self.saved_by_mode, 0.0)
+
+    @cached_property
+    def again_by_mode(self) -> Array:
+        """Seconds that recomputing adds to a block's backward."""
+        return np.stack([np.zeros_like(self.full_s), self.selective_s, self.full_s])
+
+    @cached_property
     def whole_step_s(self) -> float:
         """Seconds of one micro-batch through all blocks."""
         return float(self.step_s.sum())

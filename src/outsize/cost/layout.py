@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outsize.cluster.topology import Cluster
 from outsize.cost.precision import BytesPerParameter, bytes_per_parameter
 from outsize.cost.software import Software
@@ -15,6 +18,7 @@ from outsize.plan.plan import Mesh, OptimizerSpec
 __all__ = ["RECOMPUTE_MODES", "SCHEDULES", "STATE_SHARDINGS", "Assignment", "Job", "Layout"]
 
 RECOMPUTE_MODES = ("none", "selective", "full")
+_MODE_INDEX = {mode: index for index, mode in enumerate(RECOMPUTE_MODES)}
 STATE_SHARDINGS = ("none", "optimizer_states", "gradients", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "vocabulary_1f1b")
 # Idle time left of 1F1B's: a third with equal parts of a backward, half with measured ones; the others
@@ -119,7 +123,7 @@ class Layout:
         return tuple(min(count, m) for count in counts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Assignment:
     """Which blocks each chunk holds, and how each block's activations are kept.
 
@@ -128,6 +132,11 @@ class Assignment:
 
     bounds: tuple[int, ...]
     recompute: tuple[str, ...]
+
+    @cached_property
+    def modes(self) -> NDArray[np.intp]:
+        """Positions in RECOMPUTE_MODES, one a block."""
+        return np.array([_MODE_INDEX[mode] for mode in self.recompute])
 
     def blocks_of(self, chunk: int) -> range:
         """Blocks of one chunk."""

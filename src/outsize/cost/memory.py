@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from outsize.cost.blocks import BlockCosts
 from outsize.cost.layout import SPLIT_BACKWARD, SPLIT_BACKWARD_SHARE, Assignment, Job, Layout
 from outsize.cost.precision import BytesPerParameter
 from outsize.units import MIB
 
-__all__ = ["BUCKET_BYTES", "StateBytes", "estimate_stage_memory", "saved_bytes", "state_bytes"]
+__all__ = ["BUCKET_BYTES", "StateBytes", "estimate_stage_memory", "state_bytes", "tied_elsewhere"]
 
 BUCKET_BYTES = 25 * MIB  # gradients are reduced in buckets of this size
 
@@ -51,30 +53,19 @@ def state_bytes(
     return StateBytes(held, gradients, states)
 
 
-def saved_bytes(costs: BlockCosts, block: int, mode: str) -> float:
-    """Bytes one micro-batch keeps of ``block`` from forward to backward."""
-    by_mode = {
-        "none": costs.saved_bytes,
-        "selective": costs.selective_saved_bytes,
-        "full": costs.full_saved_bytes,
-    }
-    return float(by_mode[mode][block])
-
-
 def estimate_stage_memory(
     job: Job, layout: Layout, costs: BlockCosts, assignment: Assignment, stage: int
 ) -> dict[str, int]:
     """Return the peak bytes by category of a device on pipeline rank ``stage``."""
     blocks = [index for chunk in layout.chunks_of(stage) for index in assignment.blocks_of(chunk)]
-    parameters = sum(costs.parameters[index] for index in blocks) + tied_elsewhere(costs, blocks)
-    trainable = sum(costs.trainable[index] for index in blocks) + tied_elsewhere(costs, blocks)
-    largest = max(costs.parameters[index] for index in blocks)
-    state = state_bytes(parameters, trainable, largest, layout, job.state)
-    kept = sum(
-        count * saved_bytes(costs, index, assignment.recompute[index])
-        for chunk, count in zip(layout.chunks_of(stage), layout.in_flight(stage), strict=True)
-        for index in assignment.blocks_of(chunk)
-    )
+    tied = tied_elsewhere(costs, blocks)
+    parameters = float(costs.parameters[blocks].sum()) + tied
+    trainable = float(costs.trainable[blocks].sum()) + tied
+    state = state_bytes(parameters, trainable, float(costs.parameters[blocks].max()), layout, job.state)
+    kept = 0.0
+    for chunk, count in zip(layout.chunks_of(stage), layout.in_flight(stage), strict=True):
+        held = np.array(assignment.blocks_of(chunk))
+        kept += count * float(costs.saved_by_mode[assignment.modes[held], held].sum())
     if layout.schedule in SPLIT_BACKWARD:
         kept *= SPLIT_BACKWARD_SHARE
     if job.software.keeps_outputs:
@@ -83,13 +74,11 @@ def estimate_stage_memory(
             for chunk, count in zip(layout.chunks_of(stage), layout.in_flight(stage), strict=True)
         )
     categories = {
-        "parameters": state.parameters + sum(costs.buffer_bytes[index] for index in blocks),
+        "parameters": state.parameters + float(costs.buffer_bytes[blocks].sum()),
         "gradients": state.gradients,
         "optimizer_states": state.optimizer_states,
         "activations": kept,
-        "temporaries": max(
-            block_temporary_bytes(costs, index, assignment.recompute[index]) for index in blocks
-        ),
+        "temporaries": float(costs.temporary_by_mode[assignment.modes[blocks], blocks].max()),
         "communication_buffers": job.software.bucket_bytes
         + communication_buffer_bytes(layout, costs, state.gradients, blocks[0], blocks[-1]),
         "reserve": job.cluster.weakest_device().reserve_bytes,
@@ -102,12 +91,6 @@ def tied_elsewhere(costs: BlockCosts, blocks: list[int]) -> float:
     held = set(blocks)
     elsewhere = [block for block in blocks if costs.owners[block] not in held]
     return float(costs.tied_parameters[elsewhere].sum())
-
-
-def block_temporary_bytes(costs: BlockCosts, block: int, mode: str) -> float:
-    """Highest extra memory while a block runs; a recomputed block holds its activations meanwhile."""
-    again = costs.saved_bytes[block] - saved_bytes(costs, block, mode)
-    return float(costs.temporary_bytes[block] + max(again, 0.0))
 
 
 def communication_buffer_bytes(

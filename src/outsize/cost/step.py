@@ -21,7 +21,7 @@ from outsize.cost.layout import Assignment, Job, Layout
 from outsize.cost.memory import estimate_stage_memory, tied_elsewhere
 from outsize.cost.replicas import gather_wait_s, optimizer_s, reduce_wait_s
 
-__all__ = ["StepEstimate", "estimate_step", "recompute_s", "sent_parts", "stage_devices", "stage_link"]
+__all__ = ["StepEstimate", "estimate_step", "sent_parts", "stage_devices", "stage_link"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,6 @@ class _StageTime:
     @property
     def total(self) -> float:
         return self.compute + self.communication + self.recompute + self.send + self.gather
-
-
-def recompute_s(costs: BlockCosts, block: int, mode: str) -> float:
-    """Seconds that recomputing adds to a block's backward."""
-    if mode == "none":
-        return 0.0
-    return float((costs.selective_s if mode == "selective" else costs.full_s)[block])
 
 
 def stage_devices(job: Job, layout: Layout) -> tuple[Device, ...]:
@@ -112,7 +105,7 @@ def _stage_time(
     forward = float(costs.forward_s[blocks].sum()) * slower
     backward = float(costs.backward_s[blocks].sum()) * slower
     communication = 2 * float(costs.communication_s[blocks].sum())
-    again = sum(recompute_s(costs, index, assignment.recompute[index]) for index in blocks) * slower
+    again = float(costs.again_by_mode[assignment.modes[blocks], blocks].sum()) * slower
     link = stage_link(job, layout)
     sends = sum(
         2 * send_s(link, float(costs.output_bytes[assignment.bounds[chunk] - 1]) / sent_parts(job, layout))

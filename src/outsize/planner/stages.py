@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.cost.blocks import BlockCosts
-from outsize.cost.layout import Assignment, Job, Layout
-from outsize.cost.memory import BUCKET_BYTES, block_temporary_bytes, estimate_stage_memory, saved_bytes
+from outsize.cost.layout import RECOMPUTE_MODES, Assignment, Job, Layout
+from outsize.cost.memory import BUCKET_BYTES, estimate_stage_memory
 from outsize.cost.replicas import gather_wait_s, optimizer_s, reduce_wait_s
-from outsize.cost.step import recompute_s, sent_parts, stage_devices, stage_link
+from outsize.cost.step import sent_parts, stage_devices, stage_link
 from outsize.errors import PlanError
 from outsize.model.profile import ModelProfile
 
@@ -102,8 +102,7 @@ class _StageTables:
         """Array (ranks, boundaries, boundaries) of seconds, infinite where a stage cannot be."""
         layout, job, costs = self.layout, self.job, self.costs
         pick = np.ix_(legal, legal)
-        mode = layout.base_recompute
-        extra = np.array([recompute_s(costs, block, mode) for block in range(len(costs.blocks))])
+        extra = costs.again_by_mode[RECOMPUTE_MODES.index(layout.base_recompute)]
         compute = _ranges(costs.forward_s + costs.backward_s + extra)[pick]
         held, trained = (table[pick] for table in self._held())
         other = _ranges(2 * costs.communication_s)[pick] + self._send_s()[pick]
@@ -146,9 +145,8 @@ class _StageTables:
         return np.minimum(np.ceil(np.minimum(share, 2) * count - 1e-9) / count, 2)
 
     def _base_saved(self) -> Array:
-        if self.layout.base_recompute == "selective":
-            return self.costs.selective_saved_bytes
-        return self.costs.full_saved_bytes if self.layout.base_recompute == "full" else self.costs.saved_bytes
+        base: Array = self.costs.saved_by_mode[RECOMPUTE_MODES.index(self.layout.base_recompute)]
+        return base
 
     def _send_s(self) -> Array:
         """Seconds a stage takes to receive its input and send back its gradient, by first block."""
@@ -292,18 +290,20 @@ def _fill(
 ) -> StageCuts:
     """Choose what each rank recomputes: as little time as frees enough memory."""
     modes = [layout.base_recompute] * len(costs.blocks)
+    base = Assignment(bounds, tuple(modes))
+    base_saved = costs.saved_by_mode[RECOMPUTE_MODES.index(layout.base_recompute)]
     fits = True
     for stage, device in enumerate(stage_devices(job, layout)):
-        memory = estimate_stage_memory(job, layout, costs, Assignment(bounds, tuple(modes)), stage)
+        memory = estimate_stage_memory(job, layout, costs, base, stage)
         short: float = sum(memory.values()) - device.memory_bytes
         order = _recompute_order(layout, costs, bounds, stage) if recompute and short > 0 else {}
         held: float = memory["temporaries"]
         for block, in_flight in order.items():
             if short <= 0:
                 break
-            saving = saved_bytes(costs, block, modes[block]) - saved_bytes(costs, block, "full")
+            saving = base_saved[block] - costs.full_saved_bytes[block]
             modes[block] = "full"
-            temporary = max(held, block_temporary_bytes(costs, block, "full"))
+            temporary = max(held, float(costs.temporary_by_mode[-1, block]))
             short += temporary - held - saving * in_flight
             held = temporary
         fits = fits and short <= 0
@@ -319,8 +319,8 @@ def _recompute_order(
         for chunk, count in zip(layout.chunks_of(stage), layout.in_flight(stage), strict=True)
         for block in range(bounds[chunk], bounds[chunk + 1])
     }
-    base = layout.base_recompute
-    saving = [block for block in in_flight if costs.full_saved_bytes[block] < saved_bytes(costs, block, base)]
+    base_saved = costs.saved_by_mode[RECOMPUTE_MODES.index(layout.base_recompute)]
+    saving = [block for block in in_flight if costs.full_saved_bytes[block] < base_saved[block]]
     saving.sort(key=lambda block: _seconds_per_byte(costs, block) / in_flight[block])
     return {block: in_flight[block] for block in saving}
 
