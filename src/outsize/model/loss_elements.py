@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from outsize.errors import RecordingError
 from outsize.model.program import LossTerm, NodeKind, Program, Ref
 
-__all__ = ["count_loss_elements", "loss_scales"]
+__all__ = ["count_loss_elements", "evaluate_from_batch", "loss_scales"]
 
 
 def count_loss_elements(program: Program, entries: Mapping[str, torch.Tensor]) -> list[int]:
@@ -39,12 +39,12 @@ def _count(program: Program, term: LossTerm, entries: Mapping[str, torch.Tensor]
         assert term.count is not None
         return term.count
     assert term.ignore_index is not None
-    labels = _evaluate(program, term.target, entries)
+    labels = evaluate_from_batch(program, term.target, entries)
     return int(torch.ne(labels, term.ignore_index).sum())
 
 
 @torch.no_grad()
-def _evaluate(program: Program, value: int, entries: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def evaluate_from_batch(program: Program, value: int, entries: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Compute a value that depends on the batch alone."""
     needed, stack, producers = set[int](), [value], program.producers
     while stack:
@@ -66,8 +66,8 @@ def _evaluate(program: Program, value: int, entries: Mapping[str, torch.Tensor])
             values |= {out: results[at] for out, at in zip(node.outputs, node.output_positions, strict=True)}
         else:
             raise RecordingError(
-                f"the labels of the loss depend on {node.target}",
-                why="the number of valid labels has to be known from the batch alone",
-                attempt="compute labels outside the model and pass them in the batch",
+                f"a number that the program needs depends on {node.target}",
+                why="labels and guarded numbers have to follow from the batch alone",
+                attempt="compute such values outside the model and pass them in the batch",
             )
     return values[value]

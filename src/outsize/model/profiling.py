@@ -109,8 +109,9 @@ class _Profiler:
         known: dict[Hashable, SliceCost] = {}
         costs = []
         signatures = [slice_signature(program, part, self.module) for part in slices]
-        with shapes_only() as mode, fake_tensors_in(self.module, mode):
-            fakes = {key: fake_tensor_like(tensor, mode) for key, tensor in entries.items()}
+        with shapes_only() as shapes, fake_tensors_in(self.module, shapes.mode):
+            shapes.may_guess = True
+            fakes = {key: fake_tensor_like(tensor, shapes.mode) for key, tensor in entries.items()}
             for part, signature in zip(slices, signatures, strict=True):
                 if signature not in known:
                     known[signature] = estimate_slice_cost(program, part, self.module, fakes)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec
 
-__all__ = ["CutPoint", "LossTerm", "Node", "NodeKind", "Program", "Ref", "Rung", "TensorSpec"]
+__all__ = ["CutPoint", "Guard", "LossTerm", "Node", "NodeKind", "Program", "Ref", "Rung", "TensorSpec"]
 
 
 class NodeKind(StrEnum):
@@ -109,6 +109,15 @@ class LossTerm:
 
 
 @dataclass(frozen=True, slots=True)
+class Guard:
+    """A number, or a shape as a tuple, that the forward took from ``value``, which follows from the batch."""
+
+    value: int
+    expected: bool | int | float | tuple[int, ...]
+    source: str  # file:line
+
+
+@dataclass(frozen=True, slots=True)
 class CutPoint:
     """A place where the program may be cut: just before node ``node_index``.
 
@@ -134,6 +143,7 @@ class Program:
     storages: dict[int, int]  # value -> id of its storage: equal ids alias
     loss_value: int | None = None  # the scalar that training differentiates
     loss_terms: tuple[LossTerm, ...] = ()
+    guards: tuple[Guard, ...] = ()  # hold for the recorded batch; others are checked
     rung: Rung = Rung.FAKE_TENSORS
     warnings: list[str] = field(default_factory=list)
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path
 from outsize.errors import RecordingError
 from outsize.model.batch_entries import flatten_batch
 from outsize.model.fake import fake_tensor_like, fake_tensors_in, shapes_only
+from outsize.model.known_values import KnownValues
 from outsize.model.leaves import choose_leaves, has_parameters, initially_open
 from outsize.model.library_settings import training_settings
 from outsize.model.loss_terms import find_loss_terms
@@ -39,10 +40,10 @@ def record_module(module: nn.Module, batch: Any, *, granularity: Granularity = "
     for _ in range(_MAX_RECORDINGS):
         leaves = choose_leaves(module, opened) if granularity == "blocks" else []
         try:
-            with training_settings(module), shapes_only() as mode, fake_tensors_in(module, mode):
-                fakes = {name: fake_tensor_like(tensor, mode) for name, tensor in entries.items()}
+            with training_settings(module), shapes_only() as shapes, fake_tensors_in(module, shapes.mode):
+                fakes = {name: fake_tensor_like(tensor, shapes.mode) for name, tensor in entries.items()}
                 args, kwargs = layout.restore(fakes)
-                recorder = Recorder(module, fakes)
+                recorder = Recorder(module, fakes, KnownValues(entries, fakes), shapes)
                 output = _run(recorder, module, leaves, args, kwargs)
                 return _finish(recorder, output, num_samples=_num_samples(entries))
         except LeafMustOpen as signal:
@@ -169,6 +170,7 @@ def _finish(recorder: Recorder, output: Any, num_samples: int) -> Program:
         output_structure=structure,
         constants=recorder.constants,
         storages={value: tensor.untyped_storage()._cdata for value, tensor in recorder.tensors.items()},
+        guards=tuple(recorder.guards),
         loss_value=None if loss is None else recorder.reference(loss).value,
     )
     program.loss_terms = find_loss_terms(program, num_samples)

@@ -7,12 +7,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from outsize.errors import RecordingError
-from outsize.model.program import Node, NodeKind, Ref
+from outsize.model.fake import DATA_DEPENDENT, Shapes, fake_tensor_like
+from outsize.model.known_values import KnownValues
+from outsize.model.program import Guard, Node, NodeKind, Ref
+from outsize.model.user_frame import user_frame
 
 __all__ = ["LeafMustOpen", "Recorder"]
 
@@ -28,12 +36,16 @@ class LeafMustOpen(Exception):  # noqa: N818 - a signal to record again, not an 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes nodes while active. Every tensor seen is kept alive, so that ``id`` identifies it."""
 
-    def __init__(self, module: nn.Module, entries: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, module: nn.Module, entries: dict[str, torch.Tensor], known: KnownValues, shapes: Shapes
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.known = known
+        self.shapes = shapes
         self.nodes: list[Node] = []
         self.tensors: dict[int, torch.Tensor] = {}  # value -> tensor
         self.constants: dict[str, torch.Tensor] = {}
-        self.scalar_reads: list[tuple[int, str]] = []  # value read as a Python number, where
+        self.guards: list[Guard] = []
         self.escaped: set[str] = set()
         self.leaf: str | None = None  # the leaf whose forward is running
         self.module_stack: list[str] = [""]
@@ -148,18 +160,59 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator and write it down, or only watch it when a leaf is running."""
         kwargs = kwargs or {}
         if self.leaf is not None:
-            result = func(*args, **kwargs)
+            result = self._execute(func, args, kwargs)[0]
             self._watch(result, self.leaf)
             return result
         arguments = self.flatten_arguments(args, kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.scalar_reads.append((arguments[0][0].value, self.module_stack[-1]))
         mutated = _written_arguments(func, args, kwargs)
-        result = func(*args, **kwargs)
+        result, is_read = self._execute(func, args, kwargs)
         if mutated or any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(result)[0]):
             is_random = torch.Tag.nondeterministic_seeded in func.tags
             self.add_call(NodeKind.OPERATOR, func, arguments, result, mutated=mutated, is_random=is_random)
+        if is_read:
+            self._add_guards(func, arguments[0], result)
         return result
+
+    def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """Run an operator on shapes, and on values where they are known.
+
+        Returns the result and whether values of the batch decided it.
+        """
+        leaves, structure = tree_flatten((args, kwargs))
+        if func in DATA_DEPENDENT:
+            real = self.known.compute(func, leaves, structure)
+            if real is not None:
+                result = tree_map(self._without_values, real)
+                self.known.remember(leaves, result, real)
+                return result, self.known.depend_on_batch(leaves)
+            self.shapes.may_guess = self.leaf is not None
+        try:
+            result = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise _depends_on_values(func) from error
+        finally:
+            self.shapes.may_guess = False
+        self.known.follow(func, leaves, structure, result)
+        return result, False
+
+    def _without_values(self, leaf: Any) -> Any:
+        return fake_tensor_like(leaf, self.shapes.mode) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _add_guards(self, func: Any, arguments: list[Any], result: Any) -> None:
+        """Keep what was read from the batch, to check it for other batches."""
+        source = user_frame()
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.guards.append(Guard(arguments[0].value, result, source))
+            return
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            raise RecordingError(
+                f"the forward compares values of the batch at {source}",
+                why=f"{func} decides what is computed, and the recording keeps one way only",
+                attempt="compute the answer outside the model and pass it in the batch",
+            )
+        for tensor in tensors:
+            self.guards.append(Guard(self._value_of[id(tensor)], tuple(tensor.shape), source))
 
     def _watch(self, result: Any, leaf: str) -> None:
         for tensor in tree_flatten(result)[0]:
@@ -168,6 +221,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     continue
                 self._made_inside[id(tensor)] = leaf
                 self._kept.append(tensor)
+
+
+def _depends_on_values(func: Any) -> RecordingError:
+    return RecordingError(
+        f"the forward takes a number from a tensor at {user_frame()}",
+        why=f"{func} needs values that depend on parameters, on random numbers or on a batch without values",
+        attempt="give a sample batch with values; keep such numbers inside a block, or compute with tensors",
+    )
 
 
 def _memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
