@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from outsize.model.operator_rules.guard import TrialCrashedError, run_guarded
+from outsize.model.operator_rules.guard import Attempt, run_guarded
 from outsize.model.operator_rules.hand_rules import hand_rules
 from outsize.model.operator_rules.placement import Partial, Placement, Replicate, Shard
 from outsize.model.operator_rules.rule import OperatorRule
@@ -53,51 +54,35 @@ class RuleFinder:
         return self._found[signature.key]
 
     def find_all(self, signatures: Sequence[OperatorSignature]) -> None:
-        """Discover the rules of many operators, those that may crash together in one guarded process."""
-        with torch.random.fork_rng(devices=[]):  # trials leave the random numbers of the caller alone
-            self._find_all({s.key: s for s in signatures if s.key not in self._found})
-
-    def _find_all(self, new: dict[str, OperatorSignature]) -> None:
-        risky = [s for s in new.values() if s.reads_indices]
-        for signature in new.values():
-            if not signature.reads_indices:
-                self._found[signature.key] = discover_rules(signature, self.degree, self.segments)
-        try:
-            found = run_guarded(lambda: [discover_rules(s, self.degree, self.segments) for s in risky])
-        except TrialCrashedError:
-            found = [self._guarded(signature) for signature in risky]
-        self._found.update(zip((s.key for s in risky), found, strict=True))
-
-    def _guarded(self, signature: OperatorSignature) -> tuple[OperatorRule, ...]:
-        try:
-            rules: tuple[OperatorRule, ...] = run_guarded(
-                lambda: discover_rules(signature, self.degree, self.segments)
-            )
-        except TrialCrashedError:
-            return ()
-        return rules
+        """Discover the rules of many operators together, in a guarded process."""
+        new = {s.key: s for s in signatures if s.key not in self._found}
+        tasks = [partial(discover_rules, signature, self.degree, self.segments) for signature in new.values()]
+        results = run_guarded(tasks)
+        self._found.update((key, tuple(rules)) for key, rules in zip(new, results, strict=True))
 
 
 def discover_rules(
-    signature: OperatorSignature, degree: int, segments: Segments = ()
-) -> tuple[OperatorRule, ...]:
-    """Return the splits of an operator over ``degree`` ranks.
+    signature: OperatorSignature, degree: int, segments: Segments, attempt: Attempt
+) -> Iterator[OperatorRule]:
+    """Yield the splits of an operator over ``degree`` ranks.
 
-    May crash the process where the operator reads indices, which :class:`RuleFinder` guards against.
+    ``attempt(n)`` is asked before combination ``n``: operators may read out of bounds or divide by zero on
+    shards that do not fit them and crash the process, which :class:`RuleFinder` guards against.
     """
     if not signature.inputs or not signature.outputs or degree < 2:
-        return ()
+        return
     relevant = tuple(p for p in segments if sum(p) in _sizes(signature))
     shapes = shrink_signature(signature, degree, relevant)
     if shapes is None:
-        return ()
+        return
     try:
         trials = Trial(shapes.signature, seed=1), Trial(shapes.signature, seed=2)
     except (TrialRefused, RuntimeError, NotImplementedError):
-        return ()
+        return
     if signature.is_random and not trials[0].is_repeatable:
-        return tuple(_element_wise_rules(signature, degree))
-    return tuple(_Search(signature, shapes, trials, degree).rules(relevant))
+        yield from _element_wise_rules(signature, degree)
+    else:
+        yield from _Search(signature, shapes, trials, degree).rules(relevant, attempt)
 
 
 class _Search:
@@ -107,24 +92,34 @@ class _Search:
         self.actual, self.shapes, self.trials, self.degree = actual, shapes, trials, degree
         self.few = _smallest_factor(degree)
 
-    def rules(self, segments: Segments) -> Iterator[OperatorRule]:
+    def rules(self, segments: Segments, attempt: Attempt) -> Iterator[OperatorRule]:
         small_segments = {tuple(self.shapes.size(size) for size in pieces): pieces for pieces in segments}
-        tried = (self._try(inputs) for inputs in self._combinations(tuple(small_segments)))
-        written = (self.verified(rule) for rule in hand_rules(self.shapes.signature) if self._fits(rule))
-        for rule in itertools.chain(tried, written):
-            if rule is None:
-                continue
+        for rule in self._small_rules(tuple(small_segments), attempt):
             actual = _with_actual_segments(rule, small_segments)
             if actual.divides(_shapes(self.actual.inputs), _shapes(self.actual.outputs), self.degree):
                 yield actual
 
-    def _combinations(self, segments: Segments) -> Iterator[tuple[Placement, ...]]:
-        specs = self.shapes.signature.inputs
-        options = [self._options(spec, segments) for spec in specs]
-        everything = (
-            itertools.product(*options) if len(specs) <= _MANY_INPUTS else _alike_combinations(options)
-        )
-        return (c for c in everything if any(not isinstance(placement, Replicate) for placement in c))
+    def _small_rules(self, segments: Segments, attempt: Attempt) -> Iterator[OperatorRule]:
+        """Try every way of cutting the inputs, then the same with partial sums in place of whole inputs.
+
+        A partial sum has the shape of the whole: where cuts are refused for their shapes, both are.
+        """
+        number = -1
+        for number, cuts in enumerate(self._cuts(segments)):
+            if not attempt(number):
+                continue
+            rule, is_refused = self._try(cuts)
+            candidates = [rule]
+            if not is_refused:
+                candidates += [self._try(inputs)[0] for inputs in self._with_partial_sums(cuts)]
+            yield from (found for found in candidates if found is not None)
+        if attempt(number + 1):
+            written = (self.verified(rule) for rule in hand_rules(self.shapes.signature) if self._fits(rule))
+            yield from (found for found in written if found is not None)
+
+    def _cuts(self, segments: Segments) -> Iterator[tuple[Placement, ...]]:
+        options = [self._options(spec, segments) for spec in self.shapes.signature.inputs]
+        return itertools.product(*options) if len(options) <= _MANY_INPUTS else _alike_combinations(options)
 
     def _options(self, spec: TensorSpec, segments: Segments) -> list[Placement]:
         options: list[Placement] = [Replicate()]
@@ -134,16 +129,34 @@ class _Search:
                 options.append(plain)
             cut = (Shard(dim, pieces) for pieces in segments if sum(pieces) == size)
             options += [shard for shard in cut if shard.divides(spec.shape, self.few)]
-        if spec.dtype.is_floating_point and all(spec.shape):
-            options.append(Partial())
         return options
 
-    def _try(self, inputs: tuple[Placement, ...]) -> OperatorRule | None:
+    def _with_partial_sums(self, cuts: tuple[Placement, ...]) -> Iterator[tuple[Placement, ...]]:
+        options: list[tuple[Placement, ...]] = [
+            (cut, Partial())
+            if isinstance(cut, Replicate) and spec.dtype.is_floating_point and all(spec.shape)
+            else (cut,)
+            for cut, spec in zip(cuts, self.shapes.signature.inputs, strict=True)
+        ]
+        if len(cuts) > _MANY_INPUTS:
+            sums = tuple(choices[-1] for choices in options)
+            return iter([sums] if sums != cuts else [])
+        return (combination for combination in itertools.product(*options) if combination != cuts)
+
+    def _try(self, inputs: tuple[Placement, ...]) -> tuple[OperatorRule | None, bool]:
+        """Return the rule for these inputs, if there is one, and whether the operator refused to run."""
+        if all(isinstance(placement, Replicate) for placement in inputs):
+            return None, False
+        is_refused = True
         for positions in self._size_arguments(inputs):
-            rule = self.trials[0].match(inputs, positions, self.few)
+            try:
+                rule = self.trials[0].match(inputs, positions, self.few)
+            except TrialRefused:
+                continue
+            is_refused = False
             if rule is not None:
-                return self.verified(rule)
-        return None
+                return self.verified(rule), False
+        return None, is_refused
 
     def verified(self, rule: OperatorRule) -> OperatorRule | None:
         """Return the rule with its gradients settled, or None where fresh values or the degree refute it."""

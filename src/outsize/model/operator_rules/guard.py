@@ -1,66 +1,96 @@
-"""Run a function in a forked process, because what it tries may crash the process."""
+"""Run trials in a forked process, because an operator on shards that do not fit it may crash the process.
+
+The child announces every step before it takes it and sends what it finds at once. When it dies, the step it
+announced last is the culprit: a new child goes on with the next one.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
-import pickle
-import select
 import signal
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-__all__ = ["TrialCrashedError", "run_guarded"]
+__all__ = ["Attempt", "Task", "run_guarded"]
+
+Attempt = Callable[[int], bool]  # call it before step n (0, 1, ...): False where the step is to be left out
+Task = Callable[[Attempt], Iterator[Any]]
 
 
-class TrialCrashedError(RuntimeError):
-    """The forked process died, or did not answer in time."""
+@dataclass(slots=True)
+class _Progress:
+    """What is known of the tasks: results so far, the task at work, and its last step announced."""
+
+    results: list[list[Any]]
+    task: int = 0
+    step: int = -1
 
 
-def run_guarded(function: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """Return ``function()`` computed in a forked process on one thread; the result is pickled.
+def run_guarded(tasks: Sequence[Task], timeout_s: float = 20.0) -> list[list[Any]]:
+    """Return what every task yields, run in forked processes.
 
-    Raises:
-        TrialCrashedError: the process crashed, raised, or took longer than ``timeout_s``.
+    A task that crashes before its first step yields nothing; a step that neither ends nor yields within
+    ``timeout_s`` counts as crashed.
     """
-    reader, writer = os.pipe()
+    progress = _Progress([[] for _ in tasks])
+    while progress.task < len(tasks):
+        before = (progress.task, progress.step)
+        if _run_child(tasks, progress, timeout_s):
+            break
+        if before == (progress.task, progress.step):  # crashed outside any new step: give the task up
+            progress.task, progress.step = progress.task + 1, -1
+    return progress.results
+
+
+def _run_child(tasks: Sequence[Task], progress: _Progress, timeout_s: float) -> bool:
+    """Go on with the tasks in a child until it ends (True) or dies (False)."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
     child = os.fork()
     if child == 0:
-        _answer(function, reader, writer)
-    os.close(writer)
+        _work(tasks, progress, writer)
+    writer.close()
     try:
-        payload = _read_all(reader, time.monotonic() + timeout_s)
+        while reader.poll(timeout_s):
+            kind, task, content = reader.recv()
+            if kind == "end":
+                return True
+            if kind == "step":
+                progress.task, progress.step = task, content
+            else:
+                progress.results[task].append(content)
+    except EOFError:
+        pass  # the child died: its last announcement tells where
     finally:
-        os.close(reader)
+        reader.close()
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    if not payload:
-        raise TrialCrashedError("the process died or did not answer in time")
-    return pickle.loads(payload)  # written by our own fork
+    return False
 
 
-def _answer(function: Callable[[], Any], reader: int, writer: int) -> None:
-    """Send the result and leave without running any of the parent's clean-up."""
+def _work(tasks: Sequence[Task], progress: _Progress, writer: Connection) -> None:
+    """Run in the child: send ("step", task, n) before each step, ("found", task, item) for each item."""
     try:
-        os.close(reader)
         faulthandler.disable()  # a crash here is a finding, not news
         torch.set_num_threads(1)
-        with os.fdopen(writer, "wb") as stream:
-            stream.write(pickle.dumps(function()))
+        for index in range(progress.task, len(tasks)):
+            done = progress.step if index == progress.task else -1
+
+            def attempt(step: int, index: int = index, done: int = done) -> bool:
+                if step <= done:
+                    return False
+                writer.send(("step", index, step))
+                return True
+
+            if index > progress.task:
+                writer.send(("step", index, -1))
+            for item in tasks[index](attempt):
+                writer.send(("found", index, item))
+        writer.send(("end", len(tasks), None))
     finally:
-        os._exit(0)
-
-
-def _read_all(reader: int, deadline: float) -> bytes:
-    parts: list[bytes] = []
-    while True:
-        ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            return b""
-        part = os.read(reader, 1 << 16)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
+        os._exit(0)  # nothing of the parent's clean-up

@@ -40,11 +40,6 @@ class OperatorSignature:
         """The tensors among the arguments, in order."""
         return tuple(argument for argument in self.arguments if isinstance(argument, TensorSpec))
 
-    @property
-    def reads_indices(self) -> bool:
-        """Whether an input holds integers, which may index into another: a trial on shards could crash."""
-        return any(not spec.dtype.is_floating_point and spec.dtype != torch.bool for spec in self.inputs)
-
     def call(
         self,
         tensors: Sequence[torch.Tensor],

@@ -24,7 +24,7 @@ _HALVES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TrialRefused(Exception):  # noqa: N818 - a finding, not an error
-    """The operator does not run on the values a trial can give it."""
+    """The operator does not run on what a trial gives it."""
 
 
 class Trial:
@@ -54,10 +54,14 @@ class Trial:
     def match(
         self, inputs: tuple[Placement, ...], local_arguments: tuple[int, ...], degree: int
     ) -> OperatorRule | None:
-        """Return the rule under which the outputs on shards make up the whole ones, or None."""
+        """Return the rule under which the outputs on shards make up the whole ones, or None.
+
+        Raises:
+            TrialRefused: the operator does not run on these shards.
+        """
         outputs = self._run_on_shards(OperatorRule(inputs, (), local_arguments), degree)
         if outputs is None:
-            return None
+            raise TrialRefused(str(self.signature.target))
         found: list[Placement] = []
         for index, whole in enumerate(self.outputs):
             placement = _recombination(whole, [rank[index] for rank in outputs], _segments_of(inputs))

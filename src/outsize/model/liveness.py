@@ -1,0 +1,38 @@
+"""Which nodes of a program its outputs depend on."""
+
+from __future__ import annotations
+
+from outsize.model.program import Program, Ref
+
+__all__ = ["live_nodes", "wanted_values"]
+
+
+def wanted_values(program: Program) -> tuple[int, ...]:
+    """Return the values a program is run for: the loss where it has one, else every output."""
+    if program.loss_value is not None:
+        return (program.loss_value,)
+    return tuple(dict.fromkeys(leaf.value for leaf in program.outputs if isinstance(leaf, Ref)))
+
+
+def live_nodes(program: Program) -> list[int]:
+    """Return indices of the nodes that :func:`wanted_values` need, in order.
+
+    In-place writes to a storage that is needed are needed too, and with them what they read.
+    """
+    producers = program.producers
+    writers: dict[int, list[int]] = {}
+    for index, node in enumerate(program.nodes):
+        for value in node.mutates:
+            writers.setdefault(program.storages[value], []).append(index)
+    live: set[int] = set()
+    stack = [producers[value] for value in wanted_values(program)]
+    while stack:
+        index = stack.pop()
+        if index in live:
+            continue
+        live.add(index)
+        node = program.nodes[index]
+        stack += [producers[value] for value in node.inputs]
+        for value in node.outputs:
+            stack += writers.get(program.storages[value], ())
+    return sorted(live)

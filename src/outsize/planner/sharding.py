@@ -1,0 +1,174 @@
+"""Search the placements of every operator and parameter of a program, once for each kind of block."""
+
+from __future__ import annotations
+
+import math
+
+from outsize.errors import PlanError
+from outsize.model.fingerprint import operator_fingerprint
+from outsize.model.liveness import live_nodes, wanted_values
+from outsize.model.operator_rules.discover import RuleFinder
+from outsize.model.operator_rules.placement import Replicate, Shard
+from outsize.model.operator_rules.rule import OperatorRule
+from outsize.model.operator_rules.segments import fused_segments
+from outsize.model.operator_rules.signature import signature_of
+from outsize.model.program import NodeKind, Program
+from outsize.plan.sharding import REPLICATED, UNUSED, Sharding, ShardingRule
+from outsize.planner.sharding_classes import NodeClass, ValueGroup, classify_nodes, group_values
+from outsize.planner.sharding_costs import ShardingCosts, forward_flops, local_bytes
+from outsize.planner.sharding_options import NodeOptions
+from outsize.planner.sharding_problem import ChoiceProblem, Edge
+
+__all__ = ["plan_sharding"]
+
+_WANTED = -1  # the class of a consumer that stands for the program's outputs
+_STATES = 4  # parameter, gradient and two moments
+
+
+def plan_sharding(
+    program: Program,
+    degree: int,
+    *,
+    costs: ShardingCosts | None = None,
+    parameter_limit_bytes: float | None = None,
+) -> Sharding:
+    """Return the split of a recording of operators over ``degree`` ranks with the least cost.
+
+    ``parameter_limit_bytes`` is a hard limit on what one rank holds of parameters, gradients and moments.
+
+    Raises:
+        PlanError: the program records whole blocks, nothing in it can be split, or the limit is too small.
+    """
+    search = _Search(program, degree, costs or ShardingCosts(degree))
+    chosen = search.solve(parameter_limit_bytes)
+    if not any(rule.is_split for rule in chosen.values()):
+        raise PlanError(
+            f"No operator of the model is worth splitting over {degree} devices.",
+            why=search.why_nothing_is_split(),
+            attempt="another degree, or another strategy",
+        )
+    return _to_plan(program, degree, chosen)
+
+
+class _Search:
+    def __init__(self, program: Program, degree: int, costs: ShardingCosts) -> None:
+        self.program, self.degree, self.costs = program, degree, costs
+        self.nodes = live_nodes(program)
+        self.finder = RuleFinder(degree, fused_segments(program))
+        self.node_options = NodeOptions(program, self.nodes, self.finder)
+        self.classes = classify_nodes(program, self.nodes)
+        self.options = {c.index: self.node_options.of(c.representative) for c in self.classes}
+        self.problem = ChoiceProblem()
+
+    def solve(self, parameter_limit_bytes: float | None) -> dict[int, OperatorRule]:
+        """Return the rule of every live node."""
+        for node_class in self.classes:
+            self.problem.add_class(node_class.index, self._option_costs(node_class))
+        self.problem.add_class(_WANTED, [0.0])
+        wanted = wanted_values(self.program)
+        for group in group_values(self.program, self.classes, self.nodes, wanted):
+            self._add_value(group)
+        if parameter_limit_bytes is not None:
+            self.problem.limit(self._held_bytes(), parameter_limit_bytes)
+        taken = self.problem.solve()
+        return {
+            index: self.options[node_class.index][taken[node_class.index]]
+            for node_class in self.classes
+            for index in node_class.nodes
+        }
+
+    def why_nothing_is_split(self) -> str:
+        """Say whether splits exist at all."""
+        if not any(rule.is_split for rules in self.options.values() for rule in rules):
+            return f"no operator has a size that {self.degree} divides"
+        return "communication would cost more than it saves"
+
+    def _option_costs(self, node_class: NodeClass) -> list[float]:
+        node = self.program.nodes[node_class.representative]
+        options, count = self.options[node_class.index], len(node_class.nodes)
+        if node.kind is NodeKind.PARAMETER:
+            spec = self.program.specs[node.outputs[0]]
+            return [count * self.costs.parameter_s(spec, rule.outputs[0]) for rule in options]
+        if node.kind is not NodeKind.OPERATOR:
+            return [0.0] * len(options)
+        signature = signature_of(self.program, node)
+        flops = forward_flops(signature) if len(options) > 1 else 0.0
+        made = {self.program.storages[value] for value in node.outputs}
+        is_view = not node.mutates and made <= {self.program.storages[value] for value in node.inputs}
+        return [count * self.costs.operator_s(signature, rule, flops, is_view=is_view) for rule in options]
+
+    def _add_value(self, group: ValueGroup) -> None:
+        spec = self.program.specs[group.value]
+        produced = tuple(rule.outputs[group.output] for rule in self.options[group.producer])
+        edges = [
+            Edge(group.producer, produced, consumer, self._needed(consumer, position))
+            for consumer, position in group.consumers
+        ]
+        is_fixed = any(self._writes(consumer, position) for consumer, position in group.consumers)
+
+        def cost(before: object, after: object) -> float:
+            if before == after:
+                return 0.0
+            is_impossible = is_fixed or (not spec.dtype.is_floating_point and str(after) == "P")
+            if is_impossible:
+                return math.inf
+            return group.count * self.costs.conversion_s(before, after, spec)  # type: ignore[arg-type]
+
+        self.problem.add_value(edges, cost)
+
+    def _needed(self, consumer: int, position: int) -> tuple[object, ...]:
+        if consumer == _WANTED:
+            return (Replicate(),)
+        return tuple(rule.inputs[position] for rule in self.options[consumer])
+
+    def _writes(self, consumer: int, position: int) -> bool:
+        """Whether a consumer writes the value in place, so that it must not get a converted copy."""
+        if consumer == _WANTED:
+            return False
+        node = self.program.nodes[self.classes[consumer].representative]
+        return node.inputs[position] in node.mutates
+
+    def _held_bytes(self) -> dict[int, list[float]]:
+        held: dict[int, list[float]] = {}
+        for node_class in self.classes:
+            node = self.program.nodes[node_class.representative]
+            if node.kind is NodeKind.PARAMETER:
+                spec = self.program.specs[node.outputs[0]]
+                states = _STATES if spec.requires_grad else 1
+                held[node_class.index] = [
+                    len(node_class.nodes) * states * float(local_bytes(spec, rule.outputs[0], self.degree))
+                    for rule in self.options[node_class.index]
+                ]
+        return held
+
+
+def _to_plan(program: Program, degree: int, chosen: dict[int, OperatorRule]) -> Sharding:
+    rules: dict[OperatorRule, int] = {}
+    choices = []
+    parameters: dict[str, str] = {}
+    for index, node in enumerate(program.nodes):
+        rule = chosen.get(index)
+        if rule is None:
+            choices.append(UNUSED)
+        elif rule == OperatorRule.replicated(len(node.inputs), len(node.outputs)):
+            choices.append(REPLICATED)
+        else:
+            choices.append(rules.setdefault(rule, len(rules)))
+        if rule is not None and node.kind is NodeKind.PARAMETER and isinstance(rule.outputs[0], Shard):
+            parameters[str(node.target)] = str(rule.outputs[0])
+    return Sharding(
+        degree=degree,
+        rules=tuple(_to_plain(rule) for rule in rules),
+        choices=tuple(choices),
+        fingerprint=operator_fingerprint(program),
+        parameters=parameters,
+    )
+
+
+def _to_plain(rule: OperatorRule) -> ShardingRule:
+    return ShardingRule(
+        inputs=tuple(map(str, rule.inputs)),
+        outputs=tuple(map(str, rule.outputs)),
+        local_arguments=rule.local_arguments,
+        kernel=rule.kernel,
+    )

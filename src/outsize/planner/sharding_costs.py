@@ -1,0 +1,126 @@
+"""Seconds that a choice of placements costs: operators at local shapes, conversions, bytes held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils._pytree import tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from outsize.model.operator_rules.placement import Partial, Placement, Replicate, Shard
+from outsize.model.operator_rules.rule import OperatorRule
+from outsize.model.operator_rules.shards import local_shape
+from outsize.model.operator_rules.signature import OperatorSignature
+from outsize.model.program import TensorSpec
+
+__all__ = ["ShardingCosts", "forward_flops", "local_bytes"]
+
+_STATES = 4  # a trained parameter is held with its gradient and two moments
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingCosts:
+    """Rates of the devices and of the links along the axis.
+
+    ``held_s_per_byte`` is the price of holding a byte for a whole step, parameters with their states and
+    activations alike: it decides where times are about equal, and makes what is large be split.
+    """
+
+    degree: int
+    flops_per_s: float = 1e14
+    memory_bytes_per_s: float = 2e12
+    link_bytes_per_s: float = 1e11
+    link_latency_s: float = 1e-5
+    held_s_per_byte: float = 1e-9
+
+    # -- conversions ----------------------------------------------------------------------------
+
+    def conversion_s(self, before: Placement, after: Placement, spec: TensorSpec) -> float:
+        """Seconds in forward and backward to bring a value from one placement to another."""
+        forward, backward = _collectives(before, after)
+        names = [*forward, *(backward if spec.requires_grad else ())]
+        return sum(self.collective_s(name, spec.num_bytes) for name in names) + _PREFERENCE * len(names)
+
+    def collective_s(self, name: str, num_bytes: float) -> float:
+        """Seconds of one collective over the axis on a value of ``num_bytes`` in all (ring)."""
+        passes = 2 if name == "all_reduce" else 1
+        share = (self.degree - 1) / self.degree
+        return passes * (share * num_bytes / self.link_bytes_per_s + self.link_latency_s)
+
+    # -- operators ------------------------------------------------------------------------------
+
+    def operator_s(
+        self, signature: OperatorSignature, rule: OperatorRule, flops: float, *, is_view: bool
+    ) -> float:
+        """Seconds of an operator in forward and backward under a rule, and the price of what it keeps."""
+        if is_view:
+            return 0.0
+        kept = sum(
+            local_bytes(s, p, self.degree) for s, p in zip(signature.outputs, rule.outputs, strict=True)
+        )
+        read = sum(local_bytes(s, p, self.degree) for s, p in zip(signature.inputs, rule.inputs, strict=True))
+        own_flops = flops / self.degree if _shares_work(rule) else flops
+        seconds = max(own_flops / self.flops_per_s, (kept + read) / self.memory_bytes_per_s)
+        if not any(spec.requires_grad for spec in signature.outputs):
+            return seconds
+        return seconds * 3 + kept * self.held_s_per_byte
+
+    def _held(self, specs: Sequence[TensorSpec], placements: Sequence[Placement]) -> int:
+        return sum(local_bytes(s, p, self.degree) for s, p in zip(specs, placements, strict=True))
+
+    def parameter_s(self, spec: TensorSpec, placement: Placement) -> float:
+        """The price of holding a parameter and, where it is trained, its states."""
+        states = _STATES if spec.requires_grad else 1
+        return local_bytes(spec, placement, self.degree) * states * self.held_s_per_byte
+
+
+_PREFERENCE = 1e-12  # with equal times, fewer collectives
+
+
+def _collectives(before: Placement, after: Placement) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the collectives of a conversion in forward and in backward."""
+    result: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
+    match before, after:
+        case _ if before == after:
+            pass
+        case Replicate(), Replicate():
+            result = (), ("all_reduce",) if after.partial_gradient else ()
+        case Replicate(), Shard():
+            result = (), () if before.partial_gradient else ("all_gather",)
+        case Shard(), Replicate():
+            result = ("all_gather",), ("reduce_scatter",) if after.partial_gradient else ()
+        case Shard(), Shard():
+            result = ("all_gather",), ("all_gather",)
+        case Partial(), Replicate():
+            result = ("all_reduce",), ("all_reduce",) if after.partial_gradient else ()
+        case Partial(), Shard():
+            result = ("reduce_scatter",), ("all_gather",)
+    return result  # a partial sum is made on the spot
+
+
+def _shares_work(rule: OperatorRule) -> bool:
+    return any(isinstance(placement, Shard) for placement in (*rule.inputs, *rule.outputs))
+
+
+def local_bytes(spec: TensorSpec, placement: Placement, degree: int) -> int:
+    """Bytes one rank holds of a value."""
+    return math.prod(local_shape(spec.shape, placement, degree)) * spec.dtype.itemsize
+
+
+def forward_flops(signature: OperatorSignature) -> float:
+    """FLOPs of the whole operator; 0 for those that only move memory."""
+    packet = getattr(signature.target, "_overloadpacket", None)
+    count = flop_registry.get(packet)
+    if count is None:
+        return 0.0
+    arguments = [_on_meta(a) if isinstance(a, TensorSpec) else a for a in signature.arguments]
+    args, kwargs = tree_unflatten(arguments, signature.structure)
+    outputs = tuple(_on_meta(spec) for spec in signature.outputs)
+    return float(count(*args, **kwargs, out_val=outputs if len(outputs) > 1 else outputs[0]))
+
+
+def _on_meta(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")

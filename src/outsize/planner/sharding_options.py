@@ -1,0 +1,113 @@
+"""What every node of a program may do under operator-level parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from outsize.errors import PlanError
+from outsize.model.operator_rules.discover import RuleFinder
+from outsize.model.operator_rules.placement import Placement, Replicate, Shard
+from outsize.model.operator_rules.rule import OperatorRule
+from outsize.model.operator_rules.signature import OperatorSignature, signature_of
+from outsize.model.program import Node, NodeKind, Program
+from outsize.model.slice import tainted_nodes
+
+__all__ = ["NodeOptions", "storages_written_between_reads"]
+
+
+class NodeOptions:
+    """The rules each of ``nodes`` may take; the first is always to run replicated."""
+
+    def __init__(self, program: Program, nodes: Sequence[int], finder: RuleFinder) -> None:
+        self.program = program
+        self.nodes = nodes
+        self._finder = finder
+        self._tainted = tainted_nodes(program)
+        self._pinned = storages_written_between_reads(program, nodes)
+        self._of_parameter = self._parameter_placements()
+
+    def of(self, index: int) -> list[OperatorRule]:
+        """Return the options of a node."""
+        node = self.program.nodes[index]
+        if node.kind is NodeKind.PARAMETER:
+            return [OperatorRule((), (placement,)) for placement in self._of_parameter[node.outputs[0]]]
+        replicated = OperatorRule.replicated(len(node.inputs), len(node.outputs))
+        if node.kind is not NodeKind.OPERATOR or not self._tainted[index] or self._is_pinned(node):
+            return [replicated]
+        options = [replicated]
+        if any(self.program.specs[value].requires_grad for value in node.outputs):
+            options.append(
+                OperatorRule.replicated(len(node.inputs), len(node.outputs), partial_gradient=True)
+            )
+        options += self._finder.rules(signature_of(self.program, node))
+        return list(dict.fromkeys(self._without_idle_marks(node, option) for option in options))
+
+    def _is_pinned(self, node: Node) -> bool:
+        values = (*node.inputs, *node.outputs)
+        return any(self.program.storages[value] in self._pinned for value in values)
+
+    def _without_idle_marks(self, node: Node, rule: OperatorRule) -> OperatorRule:
+        """A value without gradient has no partial gradient."""
+
+        def plain(value: int, placement: Placement) -> Placement:
+            needs_gradient = self.program.specs[value].requires_grad
+            return placement if needs_gradient or not isinstance(placement, Replicate) else Replicate()
+
+        inputs = tuple(plain(v, p) for v, p in zip(node.inputs, rule.inputs, strict=True))
+        outputs = tuple(plain(v, p) for v, p in zip(node.outputs, rule.outputs, strict=True))
+        return replace(rule, inputs=inputs, outputs=outputs)
+
+    def _parameter_placements(self) -> dict[int, list[Placement]]:
+        """A parameter may lie as one of its readers needs it."""
+        found: dict[int, list[Placement]] = {}
+        for index in self.nodes:
+            node = self.program.nodes[index]
+            if node.kind is NodeKind.MODULE:
+                raise PlanError(
+                    "Operator-level parallelism needs a recording of operators.",
+                    why=f"{node.target} was recorded as a whole",
+                    attempt="record with granularity='operators'",
+                )
+            if node.kind is NodeKind.PARAMETER:
+                found[node.outputs[0]] = [Replicate()]
+        self._find_all_rules()
+        for index in self.nodes:
+            node = self.program.nodes[index]
+            for position, value in enumerate(node.inputs):
+                if value in found and node.kind is NodeKind.OPERATOR and not self._is_pinned(node):
+                    needed = (rule.inputs[position] for rule in self._finder.rules(self._signature(node)))
+                    new = dict.fromkeys(placement for placement in needed if isinstance(placement, Shard))
+                    found[value] += [placement for placement in new if placement not in found[value]]
+        return found
+
+    def _signature(self, node: Node) -> OperatorSignature:
+        return signature_of(self.program, node)
+
+    def _find_all_rules(self) -> None:
+        self._finder.find_all(
+            [
+                self._signature(self.program.nodes[index])
+                for index in self.nodes
+                if self.program.nodes[index].kind is NodeKind.OPERATOR and self._tainted[index]
+            ]
+        )
+
+
+def storages_written_between_reads(program: Program, nodes: Sequence[int]) -> set[int]:
+    """Return storages written in place and read later through a value that is older than the write.
+
+    Such values cannot be treated as new ones, so that everything on these storages stays as recorded.
+    """
+    producers = program.producers
+    written: dict[int, int] = {}  # storage -> latest node that writes it
+    found: set[int] = set()
+    for index in nodes:
+        node = program.nodes[index]
+        for value in node.inputs:
+            storage = program.storages[value]
+            if storage in written and producers[value] < written[storage]:
+                found.add(storage)
+        for value in node.mutates:
+            written[program.storages[value]] = index
+    return found

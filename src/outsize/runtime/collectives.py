@@ -1,0 +1,229 @@
+"""Change how a value lies on the ranks of a mesh axis, with the gradient that belongs to it.
+
+    before -> after    forward           backward
+    R  -> R~           -                 all-reduce          (into a split region)
+    P  -> R            all-reduce        -                   (out of a split region)
+    S  -> R            all-gather        own shard
+    S  -> R~           all-gather        reduce-scatter
+    P  -> S            reduce-scatter    all-gather
+    R  -> S            own shard         all-gather
+    R~ -> S            own shard         zeros around it
+
+Placements are explained in :mod:`outsize.model.operator_rules.placement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from outsize.model.operator_rules.hand_rules import KERNELS
+from outsize.model.operator_rules.placement import Partial, Placement, Replicate, Shard
+from outsize.model.operator_rules.shards import join_shards, shard_of
+
+__all__ = ["AxisGroup", "Conversion", "OwnRandomStream", "SplitKernel", "axis_group", "set_axis_group"]
+
+
+@dataclass(slots=True)
+class AxisGroup:
+    """This process's place on a mesh axis, and the group it reaches the others by."""
+
+    group: ProcessGroup
+    own_seed: int  # of the random stream of this rank alone
+    random_states: dict[str, torch.Tensor] = field(default_factory=dict)  # of that stream, by device type
+
+    @property
+    def rank(self) -> int:
+        """Position on the axis."""
+        return dist.get_rank(self.group)
+
+    @property
+    def degree(self) -> int:
+        """Length of the axis."""
+        return dist.get_world_size(self.group)
+
+    def all_reduce(self, tensor: torch.Tensor, operation: str) -> torch.Tensor:
+        """Return the "sum" or "max" over the ranks, outside autograd."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX, self.group)
+        return result
+
+    def all_gather(self, tensor: torch.Tensor, placement: Shard) -> torch.Tensor:
+        """Return the whole of a sharded tensor."""
+        local = tensor.detach().contiguous()
+        if local.dtype == torch.bool:
+            return self.all_gather(local.to(torch.uint8), placement).to(torch.bool)
+        gathered = local.new_empty((self.degree * local.shape[0], *local.shape[1:]))
+        dist.all_gather_into_tensor(gathered, local, self.group)
+        if placement.dim == 0 and not placement.segments:
+            return gathered
+        return join_shards(gathered.chunk(self.degree), placement)
+
+    def reduce_scatter(self, tensor: torch.Tensor, placement: Shard) -> torch.Tensor:
+        """Return this rank's shard of the sum over the ranks."""
+        parts = [shard_of(tensor.detach(), placement, self.degree, rank) for rank in range(self.degree)]
+        result = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(result, torch.cat(parts), group=self.group)
+        return result
+
+    def shard(self, tensor: torch.Tensor, placement: Shard) -> torch.Tensor:
+        """Return this rank's shard of a tensor that every rank holds."""
+        return shard_of(tensor.detach(), placement, self.degree, self.rank).clone()
+
+    def exchange(self, tensor: torch.Tensor, before: Shard, after: Shard) -> torch.Tensor:
+        """Return this rank's shard along another dim."""
+        return self.shard(self.all_gather(tensor, before), after)
+
+    def pad(self, tensor: torch.Tensor, placement: Shard) -> torch.Tensor:
+        """Return this rank's shard with zeros where the other ranks' shards are."""
+        empty = torch.zeros_like(tensor)
+        return join_shards(
+            [tensor.detach() if rank == self.rank else empty for rank in range(self.degree)], placement
+        )
+
+    def keep_on_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor on the first rank and zeros on the others."""
+        return tensor.detach().clone() if self.rank == 0 else torch.zeros_like(tensor)
+
+
+_GROUPS: dict[str, AxisGroup] = {}
+
+
+def set_axis_group(axis: str, group: ProcessGroup, seed: int) -> None:
+    """Say which process group serves a mesh axis in this process; ``seed`` is that of the shared stream."""
+    _GROUPS[axis] = AxisGroup(group, own_seed=seed * 1_000_003 + dist.get_rank(group) + 1)
+
+
+def axis_group(axis: str) -> AxisGroup:
+    """Return the group of a mesh axis.
+
+    Raises:
+        KeyError: :func:`set_axis_group` has not been called for it.
+    """
+    return _GROUPS[axis]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Brings a value from one placement to another, and its gradient back."""
+
+    before: Placement
+    after: Placement
+    axis: str = "tp"
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part under the placement ``after``."""
+        here = axis_group(self.axis)
+        forward, backward = _steps(here, self.before, self.after)
+        result: torch.Tensor = _Converted.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
+        return result
+
+    def __str__(self) -> str:
+        return f"{self.axis}[{self.before} -> {self.after}]"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitKernel:
+    """Runs a hand-written function in place of an operator, on this rank's shards."""
+
+    name: str
+    axis: str = "tp"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function; see :mod:`outsize.model.operator_rules.hand_rules`."""
+        return KERNELS[self.name](axis_group(self.axis), *args, **kwargs)
+
+    def __str__(self) -> str:
+        return f"{self.axis}[{self.name}]"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRandomStream:
+    """Runs a random operator on shards with numbers of this rank alone.
+
+    Replicated operators draw from the default generator, which is in the same state on all ranks of the
+    axis; a split operator must neither repeat the same numbers on every rank nor disturb that state.
+    """
+
+    operator: Callable[..., Any]
+    axis: str = "tp"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the operator, then give the default generator its state back."""
+        here = axis_group(self.axis)
+        device = next(argument for argument in args if isinstance(argument, torch.Tensor)).device
+        stream: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            if device.type in here.random_states:
+                stream.set_rng_state(here.random_states[device.type])
+            else:
+                torch.manual_seed(here.own_seed)
+            result = self.operator(*args, **kwargs)
+            here.random_states[device.type] = stream.get_rng_state()
+        return result
+
+    def __str__(self) -> str:
+        return f"{self.axis}[{self.operator}]"
+
+
+class _Converted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, forward: _Step, backward: _Step) -> torch.Tensor:
+        ctx.step = backward
+        return forward(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.step(gradients[0]), None, None
+
+
+_Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _steps(here: AxisGroup, before: Placement, after: Placement) -> tuple[_Step, _Step]:
+    """Return what to do in forward and in backward."""
+    return _to(here, before, after), _to(here, _of_gradient(after), _of_gradient(before))
+
+
+def _of_gradient(placement: Placement) -> Placement:
+    """Return how the gradient of a value lies: that of a partial sum is whole on every rank."""
+    match placement:
+        case Replicate(partial_gradient=True):
+            return Partial()
+        case Partial():
+            return Replicate()
+        case _:
+            return placement
+
+
+def _to(here: AxisGroup, before: Placement, after: Placement) -> _Step:
+    """Return the function that moves plain values; whether a gradient is partial does not matter here."""
+    step: _Step
+    match before, after:
+        case Replicate(), Shard():
+            step = partial(here.shard, placement=after)
+        case Replicate(), Partial():
+            step = here.keep_on_first
+        case Shard(), Replicate():
+            step = partial(here.all_gather, placement=before)
+        case Shard(), Shard():
+            step = partial(here.exchange, before=before, after=after)
+        case Shard(), Partial():
+            step = partial(here.pad, placement=before)
+        case Partial(), Replicate():
+            step = partial(here.all_reduce, operation="sum")
+        case Partial(), Shard():
+            step = partial(here.reduce_scatter, placement=after)
+        case _:
+            step = _same
+    return step
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor)

@@ -1,0 +1,214 @@
+"""Lower a program to what one rank of the tensor-parallel axis runs: local operators and collectives.
+
+    x (R) ──▶ mm (R~, S1 -> S1) ──▶ silu ──▶ mm (S1, S0 -> P) ──▶ add (R, R)
+        becomes
+    x ──▶ [R -> R~] ──▶ mm ──▶ silu ──▶ mm ──▶ [P -> R] ──▶ add
+
+Every rank runs the same nodes on its own shards. A value that several operators need in another placement
+is converted once, just before the first of them, so that their gradients meet before the one collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from outsize.errors import PlanError
+from outsize.model.fingerprint import operator_fingerprint
+from outsize.model.liveness import wanted_values
+from outsize.model.operator_rules.placement import Placement, Replicate, Shard, parse_placement
+from outsize.model.operator_rules.rule import OperatorRule
+from outsize.model.operator_rules.shards import local_shape, shard_of
+from outsize.model.program import LossTerm, Node, NodeKind, Program, Ref, TensorSpec
+from outsize.plan.sharding import REPLICATED, UNUSED, Sharding
+from outsize.runtime.collectives import Conversion, OwnRandomStream, SplitKernel
+
+__all__ = ["lower", "parameter_placements", "select_shard"]
+
+_ONE_TENSOR = tree_flatten(((0,), {}))[1]
+_RESHAPED = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+
+
+def lower(program: Program, sharding: Sharding, *, axis: str = "tp") -> Program:
+    """Return the program of one rank. Of the model's outputs it keeps the loss, where there is one.
+
+    Raises:
+        PlanError: the sharding was made for another model, or sizes do not divide as it needs.
+    """
+    if operator_fingerprint(program) != sharding.fingerprint or len(sharding.choices) != len(program.nodes):
+        raise PlanError(
+            "The plan's operator splits do not belong to this model.",
+            why="the recorded operators differ from those the plan was made for",
+            attempt="plan again for this model",
+        )
+    return _Lowering(program, sharding, axis).run()
+
+
+def parameter_placements(sharding: Sharding) -> dict[str, Shard]:
+    """Return the placement of every parameter that is split, by full name."""
+    placements = {name: parse_placement(text) for name, text in sharding.parameters.items()}
+    return {name: found for name, found in placements.items() if isinstance(found, Shard)}
+
+
+def select_shard(sharding: Sharding, rank: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Return the function that keeps of each whole parameter what ``rank`` holds."""
+    placements = parameter_placements(sharding)
+
+    def select(name: str, whole: torch.Tensor) -> torch.Tensor:
+        if name not in placements:
+            return whole
+        return shard_of(whole, placements[name], sharding.degree, rank).clone()
+
+    return select
+
+
+class _Lowering:
+    def __init__(self, program: Program, sharding: Sharding, axis: str) -> None:
+        self.program, self.degree, self.axis = program, sharding.degree, axis
+        self.rules = [
+            OperatorRule(
+                inputs=tuple(map(parse_placement, rule.inputs)),
+                outputs=tuple(map(parse_placement, rule.outputs)),
+                local_arguments=rule.local_arguments,
+                kernel=rule.kernel,
+            )
+            for rule in sharding.rules
+        ]
+        self.choices = sharding.choices
+        self.nodes: list[Node] = []
+        self.specs: dict[int, TensorSpec] = {}
+        self.storages: dict[int, int] = {}
+        self.placements: dict[int, Placement] = {}
+        self.moved_to: dict[int, int] = {}  # index of a node before -> after
+        self._converted: dict[tuple[int, Placement], int] = {}
+        self._next_value = max(program.specs, default=-1) + 1
+        self._next_storage = max(program.storages.values(), default=-1) + 1
+
+    def run(self) -> Program:
+        """Return the lowered program."""
+        for index, node in enumerate(self.program.nodes):
+            if self.choices[index] != UNUSED:
+                self._lower_node(index, node)
+        wanted = {
+            value: self._as(value, Replicate(), self.nodes[-1]) for value in wanted_values(self.program)
+        }
+        loss = self.program.loss_value
+        return replace(
+            self.program,
+            nodes=self.nodes,
+            specs=self.specs,
+            storages=self.storages,
+            outputs=tuple(_output(leaf, wanted) for leaf in self.program.outputs),
+            loss_value=None if loss is None else wanted[loss],
+            loss_terms=tuple(map(self._moved_term, self.program.loss_terms)),
+            warnings=list(self.program.warnings),
+        )
+
+    def _rule(self, index: int, node: Node) -> OperatorRule:
+        choice = self.choices[index]
+        if choice == REPLICATED:
+            return OperatorRule.replicated(len(node.inputs), len(node.outputs))
+        return self.rules[choice]
+
+    def _lower_node(self, index: int, node: Node) -> None:
+        rule = self._rule(index, node)
+        needed = iter(rule.inputs)
+        arguments = [
+            Ref(self._as(argument.value, next(needed), node)) if isinstance(argument, Ref) else argument
+            for argument in node.arguments
+        ]
+        for position in rule.local_arguments:
+            arguments[position] = self._divided(arguments[position], node)
+        self.moved_to[index] = len(self.nodes)
+        self.nodes.append(
+            replace(
+                node,
+                arguments=tuple(arguments),
+                target=self._target(node, rule),
+                mutates=tuple(self._local_value(value, node, arguments) for value in node.mutates),
+            )
+        )
+        for value, placement in zip(node.outputs, rule.outputs, strict=True):
+            self._make(value, placement, node)
+
+    def _local_value(self, value: int, node: Node, arguments: list[Any]) -> int:
+        """The value a node writes in place: what stands where the whole value stood."""
+        position = next(i for i, a in enumerate(node.arguments) if isinstance(a, Ref) and a.value == value)
+        local: int = arguments[position].value
+        return local
+
+    def _make(self, value: int, placement: Placement, node: Node) -> None:
+        spec = self.program.specs[value]
+        if isinstance(placement, Shard) and not placement.divides(spec.shape, self.degree):
+            raise PlanError(
+                f"Dim {placement.dim} of a value of shape {list(spec.shape)} cannot be cut in {self.degree}.",
+                why=f"the plan splits it there, in module {node.module_path or 'at the top'}",
+                attempt="plan again with this batch size",
+            )
+        self.placements[value] = placement
+        self.specs[value] = replace(spec, shape=local_shape(spec.shape, placement, self.degree))
+        self.storages[value] = self.program.storages[value]
+
+    def _target(self, node: Node, rule: OperatorRule) -> str | Callable[..., Any]:
+        if rule.kernel:
+            return SplitKernel(rule.kernel, self.axis)
+        if node.target in _RESHAPED and rule.is_split:
+            return torch.ops.aten.reshape.default
+        if node.is_random and rule.is_split and not isinstance(node.target, str):
+            return OwnRandomStream(node.target, self.axis)
+        return node.target
+
+    def _divided(self, size: Any, node: Node) -> int:
+        if size % self.degree:
+            raise PlanError(
+                f"A size of {size} in {node.target} cannot be divided by {self.degree}.",
+                why=f"the plan splits it, in module {node.module_path or 'at the top'}",
+                attempt="plan again with this batch size",
+            )
+        return int(size // self.degree)
+
+    def _as(self, value: int, needed: Placement, reader: Node) -> int:
+        """Return the value in the placement needed, converting it where it is first needed."""
+        held = self.placements[value]
+        if held == needed or self._is_idle(value, held, needed):
+            return value
+        if (value, needed) not in self._converted:
+            self._converted[value, needed] = self._convert(value, held, needed, reader)
+        return self._converted[value, needed]
+
+    def _is_idle(self, value: int, held: Placement, needed: Placement) -> bool:
+        both = isinstance(held, Replicate) and isinstance(needed, Replicate)
+        return both and not self.program.specs[value].requires_grad
+
+    def _convert(self, value: int, held: Placement, needed: Placement, reader: Node) -> int:
+        made = self._next_value
+        self._next_value += 1
+        self.nodes.append(
+            Node(
+                kind=NodeKind.OPERATOR,
+                target=Conversion(held, needed, self.axis),
+                outputs=(made,),
+                arguments=(Ref(value),),
+                structure=_ONE_TENSOR,
+                module_path=reader.module_path,
+                source=reader.source,
+            )
+        )
+        spec = self.program.specs[value]
+        self.specs[made] = replace(spec, shape=local_shape(spec.shape, needed, self.degree))
+        self.storages[made] = self._next_storage
+        self._next_storage += 1
+        return made
+
+    def _moved_term(self, term: LossTerm) -> LossTerm:
+        return replace(term, node_index=self.moved_to[term.node_index])
+
+
+def _output(leaf: Any, wanted: dict[int, int]) -> Any:
+    if not isinstance(leaf, Ref):
+        return leaf
+    return Ref(wanted[leaf.value]) if leaf.value in wanted else None
