@@ -20,7 +20,7 @@ __all__ = ["all_gather_s", "all_reduce_s", "all_to_all_s", "reduce_scatter_s", "
 
 # A ring cuts a message into pieces; below about this size a collective does not reach its bandwidth
 # (8 x H200 all-reduce: half of the bandwidth at 16 MiB), which acts like bytes added to each message.
-KNEE_BYTES = 3.73e+07
+KNEE_BYTES = 3.73e07
 
 
 def _steps(link: Link, members: int) -> float:

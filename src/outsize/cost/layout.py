@@ -25,8 +25,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_h
 # as in table 5 of the Zero Bubble paper (arXiv 2401.10241).
 _IDLE_SHARE = {"zb_h1": 0.55, "zb_h2": 0.15, "zb_v": 0.1, "v_half": 0.6}
 # A backward in two parts keeps output gradients until the weights' part has run.
-SPLIT_BACKWARD_SHARE = 1.07
-SPLIT_BACKWARD = {"zb_h1", "zb_h2", "zb_v"}
+SPLIT_BACKWARD_SHARE = 1.05
+SPLIT_BACKWARD = {"zb_h1", "zb_h2"}
 _V_SHAPED = {"zb_v", "v_half"}
 
 
@@ -113,7 +113,7 @@ class Layout:
         elif self.schedule == "vocabulary_1f1b":  # two more, for the passes over the spread vocabulary
             counts = [p - stage + 2]
         elif self.schedule == "zb_h2":
-            counts = [2 * (p - stage) - 1]
+            counts = [2 * (p - stage)]
         elif self.schedule in _V_SHAPED:
             total, up = (2 * p, stage + 1) if self.schedule == "zb_v" else (p + 2, stage // 2 + 1)
             counts = [total - up, up]

@@ -14,9 +14,9 @@ __all__ = ["row_table", "source_table"]
 
 def source_table(form: dict[str, Any]) -> Table:
     """Return number of rows, mean and median |error| of time and memory by source, and overall."""
-    table = Table(title="predicted against published", title_justify="left")
-    table.add_column("source", overflow="fold")
-    for column in ("time rows", "mean |error|", "median", "bias", "memory rows", "mean |error|", "median"):
+    table = Table(title="predicted against published: rows, mean and median |error|", title_justify="left")
+    table.add_column("source", min_width=24, overflow="fold")
+    for column in ("time", "|error|", "median", "bias", "memory", "|error|", "median"):
         table.add_column(column, justify="right")
     time, memory = form["time"], form["memory"]
     for source in dict.fromkeys([*time["by_source"], *memory["by_source"]]):

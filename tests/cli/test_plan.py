@@ -1,0 +1,93 @@
+"""The plan, explain, compare and validate commands as a user types them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "outsize", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"},
+    )
+
+
+_JOB = ("gpt2-large", "--cluster", "2x4xA10", "--global-batch", "32")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A plan, another plan and a page, made by the command."""
+    folder = tmp_path_factory.mktemp("plans")
+    first = _run("plan", *_JOB, "--json", "--save", str(folder / "a.json"), "--html", str(folder / "a.html"))
+    second = _run("plan", *_JOB, "--mesh", "pp=2,dp=4", "--save", str(folder / "b.json"))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    return folder, json.loads(first.stdout)
+
+
+def test_json_has_the_documented_fields(files) -> None:
+    """One object with strategies, best, optimality_gap and search_time_s."""
+    _, form = files
+    assert set(form) == {"strategies", "best", "optimality_gap", "search_time_s"}
+    assert [strategy["name"] for strategy in form["strategies"]] == [
+        "mirrored", "multi_worker_mirrored", "parameter_server", "fully_sharded", "pipeline_parallel",
+        "tensor_parallel", "combined",
+    ]  # fmt: skip
+    for strategy in form["strategies"]:
+        assert strategy["needed_bytes"] == sum(strategy["by_category"].values())
+        assert (strategy["step_time_s"] is not None) == strategy["fits"]
+    best = form["best"]
+    assert best["peak_memory_bytes"] <= form["strategies"][0]["available_bytes"]
+    assert best["step_time_s"] <= min(s["step_time_s"] for s in form["strategies"] if s["fits"]) * (1 + 1e-9)
+    assert 0 <= form["optimality_gap"] < 1
+
+
+def test_the_page_stands_alone_and_names_every_strategy(files) -> None:
+    """No address is loaded, and each option is there with its reason."""
+    folder, form = files
+    page = (folder / "a.html").read_text()
+    assert "http" not in page
+    assert "<script" not in page
+    for strategy in form["strategies"]:
+        assert strategy["name"].replace("_", " ") in page
+        assert strategy["reason_code"] in page
+
+
+def test_explain_and_compare_read_saved_plans(files) -> None:
+    """They say why, why not, and what differs."""
+    folder, _ = files
+    whole = _run("explain", str(folder / "a.json"))
+    other = _run("explain", str(folder / "a.json"), "--why-not", "pp=2,tp=4")
+    strategy = _run("explain", str(folder / "a.json"), "--why-not", "parameter_server")
+    differences = _run("compare", str(folder / "a.json"), str(folder / "b.json"))
+    assert "neediest device" in whole.stdout
+    assert "times the plan's" in other.stdout
+    assert "It is right when embeddings dwarf" in strategy.stdout
+    assert "pp degree" in differences.stdout
+    assert _run("compare", str(folder / "a.json"), str(folder / "a.json")).stdout.strip().endswith("the same")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("plan", "llama9", "--cluster", "8xH100", "--global-batch", "8"), "neither a preset"),
+        (("plan", "gpt2", "--cluster", "0xH100", "--global-batch", "8"), "zero devices"),
+        (("plan", "gpt2", "--cluster", "8xH100", "--global-batch", "0"), "no sample"),
+        (("plan", "gpt2", "--cluster", "8xH100", "--global-batch", "8", "--mesh", "qq=2"), "mesh axis"),
+        (("plan", "llama3-405b", "--cluster", "2x24GiB", "--global-batch", "8"), "No strategy fits"),
+        (("explain", "missing.json"), "cannot be read"),
+        (("validate", "missing.csv"), "cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_two(arguments, part) -> None:
+    """No traceback."""
+    result = _run(*arguments)
+    assert result.returncode == 2
+    assert part in result.stderr
+    assert "Traceback" not in result.stderr
