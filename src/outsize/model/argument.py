@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -15,7 +16,7 @@ from typing import Any
 from outsize.errors import ModelError
 from outsize.model.source import ModelSource
 
-__all__ = ["load_model"]
+__all__ = ["load_function", "load_model"]
 
 _FORMS = "file.py:function, package.module:function, or hf:<directory or config.json>"
 
@@ -43,6 +44,22 @@ def load_model(argument: str, *, sequence: int | None = None) -> ModelSource:
     if not callable(make_batch):
         return ModelSource(argument, build)
     return ModelSource(argument, build, _with_sequence(make_batch, sequence, location))
+
+
+def load_function(argument: str) -> Callable[..., Any]:
+    """Return the function that ``file.py:function`` or ``package.module:function`` names.
+
+    Raises:
+        ModelError: the argument is malformed, or what it names is missing or cannot be imported.
+    """
+    location, separator, name = argument.rpartition(":")
+    if not separator or not location or not name:
+        raise ModelError(f"{argument!r} names no function", attempt="file.py:function")
+    module = _load_file(Path(location)) if location.endswith(".py") else _import_module(location)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ModelError(f"{location} has no function {name}", attempt="file.py:function")
+    return function  # type: ignore[no-any-return]
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -149,4 +166,4 @@ def _with_sequence(
             f"a sequence of {sequence} was asked for, but {location}:batch does not take `sequence`",
             attempt="add the parameter `sequence` to it, or leave the option away",
         )
-    return lambda num_samples: make_batch(num_samples, sequence=sequence)
+    return functools.partial(make_batch, sequence=sequence)

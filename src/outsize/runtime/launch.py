@@ -28,7 +28,7 @@ from outsize.runtime.worker_errors import error_of_workers
 
 __all__ = ["LocalLaunch", "launch_local"]
 
-_PRELOADED = ["torch.distributed.pipelining", "torch.distributed.checkpoint", "outsize.runtime"]
+_PRELOADED = ["torch.distributed.pipelining", "torch.distributed.checkpoint", "torch._dynamo"]
 _STOP_TIMEOUT_S = 5
 
 
@@ -131,14 +131,16 @@ def _loopback_store() -> TCPStore:
 
 @contextmanager
 def _quiet_elastic_log() -> Iterator[None]:
-    """Keep torch's launcher from logging tracebacks: the error is raised in its place."""
-    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Keep torch's launcher from logging tracebacks and whom it ends: the error is raised in its place."""
+    names = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 @contextmanager

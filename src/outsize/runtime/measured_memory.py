@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from outsize.runtime.process_memory import is_supported, read_memory_bytes, reset_resident_peak
 
-__all__ = ["MemoryMeter"]
+__all__ = ["MemoryMeter", "start_measuring"]
+
+
+def start_measuring(device: torch.device) -> MemoryMeter:
+    """Return a meter whose baseline is what is in use now, without garbage."""
+    gc.collect()
+    return MemoryMeter(device)
 
 
 class MemoryMeter:

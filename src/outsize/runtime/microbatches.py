@@ -19,22 +19,7 @@ from outsize.model.program import NodeKind, Program
 from outsize.plan.plan import Plan
 from outsize.runtime.stage_executor import Microbatch
 
-__all__ = ["BatchSplitter", "sample_microbatch"]
-
-
-def sample_microbatch(batch: Any, num_samples: int) -> Any:
-    """Return ``batch`` with ``num_samples`` samples: its own, repeated as often as needed.
-
-    The samples of a batch are the rows of all entries as long as its first one that is no scalar.
-    """
-    entries, layout = flatten_batch(batch)
-    rows = next((value.shape[0] for value in entries.values() if value.dim()), 0)
-    resized = {
-        name: value[torch.arange(num_samples) % rows] if value.dim() and value.shape[0] == rows else value
-        for name, value in entries.items()
-    }
-    args, kwargs = layout.restore(resized)
-    return kwargs if layout.is_keywords else args
+__all__ = ["BatchSplitter"]
 
 
 class BatchSplitter:

@@ -14,6 +14,7 @@ from outsize.errors import TrainingError
 from outsize.plan.plan import Plan
 from outsize.runtime.data_parallel import sum_gradients
 from outsize.runtime.gradient_clipping import clip_gradients, compute_gradient_norm
+from outsize.runtime.measured_memory import MemoryMeter
 from outsize.runtime.memory_limit import readable_out_of_memory
 from outsize.runtime.mesh import ProcessMesh
 from outsize.runtime.microbatches import BatchSplitter
@@ -64,11 +65,12 @@ class ParallelModel:
         mesh: ProcessMesh,
         module: nn.Module,
         held: HeldParameters,
+        memory: MemoryMeter,
         optimizer: torch.optim.Optimizer,
         training: Execution,
         make_evaluation: Callable[[], Execution],
     ) -> None:
-        self.plan, self.mesh, self.optimizer = plan, mesh, optimizer
+        self.plan, self.mesh, self.memory, self.optimizer = plan, mesh, memory, optimizer
         self.num_steps = 0
         self._module, self._held = module, held
         self._training = training

@@ -156,7 +156,7 @@ class _Lowering:
     def _target(self, node: Node, rule: OperatorRule) -> str | Callable[..., Any]:
         if rule.kernel:
             return SplitKernel(rule.kernel, self.axis)
-        if node.target in _RESHAPED and rule.is_split:
+        if node.target in _RESHAPED:  # shards and gathered values may lie in memory another way
             return torch.ops.aten.reshape.default
         if node.is_random and rule.is_split and not isinstance(node.target, str):
             return OwnRandomStream(node.target, self.axis)

@@ -1,0 +1,38 @@
+"""Which plans this runtime can train."""
+
+from __future__ import annotations
+
+from outsize.errors import PlanError
+from outsize.plan.plan import Plan
+
+__all__ = ["check_runnable"]
+
+
+def check_runnable(plan: Plan) -> None:
+    """Refuse what a plan can say and this runtime cannot do.
+
+    Raises:
+        PlanError: with what is not possible, and what is.
+    """
+    not_yet = [axis for axis in ("fsdp", "cp", "ep", "tp") if getattr(plan.mesh, axis) > 1]
+    for has, what in (
+        (not_yet, f"a mesh with {', '.join(not_yet)}"),
+        (plan.state_sharding != "none", f"state sharding {plan.state_sharding!r}"),
+        (plan.sequence_parallel, "sequence-parallel activations"),
+        (plan.precision != "fp32", f"precision {plan.precision!r}"),
+    ):
+        if has:
+            raise PlanError(
+                f"The plan asks for {what}, which cannot be trained.",
+                why="The runtime trains pipelines and replicas, in the precision of the model's parameters.",
+                attempt="outsize plan without forcing it.",
+            )
+    parts = plan.mesh.dp * plan.gradient_accumulation_steps * plan.schedule.num_microbatches
+    if plan.global_batch % parts:
+        lower = plan.global_batch // parts * parts
+        raise PlanError(
+            f"A global batch of {plan.global_batch} cannot be cut into {parts} equal micro-batches.",
+            why=f"{plan.mesh.dp} replicas x {plan.gradient_accumulation_steps} accumulation steps x "
+            f"{plan.schedule.num_microbatches} micro-batches.",
+            attempt=f"a global batch of {f'{lower} or ' if lower else ''}{lower + parts}.",
+        )
