@@ -8,11 +8,18 @@ from torch import nn
 
 from outsize.model.operator_rules.discover import RuleFinder
 from outsize.model.operator_rules.guard import run_guarded
+from outsize.model.operator_rules.rule_cache import cache_folder
 from outsize.model.operator_rules.signature import OperatorSignature, signature_of
 from outsize.model.program import NodeKind
 from outsize.model.record import record_module
 
 aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    """Each test finds its rules anew."""
+    monkeypatch.setenv("OUTSIZE_CACHE", str(tmp_path))
 
 
 class Call(nn.Module):
@@ -155,3 +162,19 @@ def test_trials_leave_the_random_numbers_alone():
     torch.manual_seed(3)
     rules(signature(nn.functional.silu, aten.silu.default, parameters=[(4, 6)]))
     assert torch.equal(torch.rand(4), expected)
+
+
+def _refuse(tasks):
+    raise ZeroDivisionError(tasks)
+
+
+def test_rules_are_found_once(monkeypatch):
+    """A second finder reads what the first one found; a damaged file is as good as none."""
+    found = signature(torch.mm, aten.mm.default, parameters=[(4, 6), (6, 8)])
+    expected = rules(found)
+    monkeypatch.setattr("outsize.model.operator_rules.discover.run_guarded", _refuse)
+    assert rules(found) == expected
+    for path in (cache_folder() / "operator_rules").iterdir():
+        path.write_text("{")
+    with pytest.raises(ZeroDivisionError):
+        rules(found)

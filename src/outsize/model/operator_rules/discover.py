@@ -18,6 +18,7 @@ from outsize.model.operator_rules.guard import Attempt, run_guarded
 from outsize.model.operator_rules.hand_rules import hand_rules
 from outsize.model.operator_rules.placement import Partial, Placement, Replicate, Shard
 from outsize.model.operator_rules.rule import OperatorRule
+from outsize.model.operator_rules.rule_cache import RuleCache
 from outsize.model.operator_rules.signature import OperatorSignature
 from outsize.model.operator_rules.trial import Trial, TrialRefused
 from outsize.model.operator_rules.trial_shapes import TrialShapes, shrink_signature
@@ -37,7 +38,7 @@ Segments = tuple[tuple[int, ...], ...]
 
 
 class RuleFinder:
-    """Discovers rules once for each operator signature, at one degree.
+    """Discovers rules once for each operator signature, at one degree; remembers them (:class:`RuleCache`).
 
     ``segments`` are the pieces in which some dims of the program are cut one by one (see :class:`Shard`).
     """
@@ -45,20 +46,24 @@ class RuleFinder:
     def __init__(self, degree: int, segments: Segments = ()) -> None:
         self.degree = degree
         self.segments = segments
-        self._found: dict[str, tuple[OperatorRule, ...]] = {}
+        self._cache = RuleCache(degree, segments)
 
     def rules(self, signature: OperatorSignature) -> tuple[OperatorRule, ...]:
         """Return the splits of an operator that divide evenly; empty if it has none."""
-        if signature.key not in self._found:
+        found = self._cache.get(signature.key)
+        if found is None:
             self.find_all([signature])
-        return self._found[signature.key]
+            found = self._cache.get(signature.key)
+        return found or ()
 
     def find_all(self, signatures: Sequence[OperatorSignature]) -> None:
         """Discover the rules of many operators together, in a guarded process."""
-        new = {s.key: s for s in signatures if s.key not in self._found}
-        tasks = [partial(discover_rules, signature, self.degree, self.segments) for signature in new.values()]
+        new = {s.key: s for s in signatures if self._cache.get(s.key) is None}
+        if not new:
+            return
+        tasks = [partial(discover_rules, s, self.degree, self.segments) for s in new.values()]
         results = run_guarded(tasks)
-        self._found.update((key, tuple(rules)) for key, rules in zip(new, results, strict=True))
+        self._cache.add({key: tuple(rules) for key, rules in zip(new, results, strict=True)})
 
 
 def discover_rules(
