@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
@@ -31,14 +31,15 @@ class KnownValues:
         for name, tensor in entries.items():
             has_values = not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
             if has_values and tensor.numel() <= _MAX_ELEMENTS:
-                self._know(recorded[name], tensor.detach().cpu().clone(), of_batch=True)
+                with _disable_current_modes():
+                    self._know(recorded[name], tensor.detach().cpu().clone(), of_batch=True)
 
     def value_of(self, recorded: torch.Tensor) -> torch.Tensor | None:
         """Return the real tensor, if it is known."""
         if not isinstance(recorded, FakeTensor):
             return recorded
         if id(recorded) not in self._real and recorded.constant is not None:
-            with unset_fake_temporarily(), _disable_current_modes():
+            with _disable_current_modes():
                 self._know(recorded, recorded.constant.detach().clone(), of_batch=False)
         real = self._real.get(id(recorded))
         return None if real is None or _address(real) in self._lost else real
@@ -55,7 +56,7 @@ class KnownValues:
             self.forget_written(func, leaves)
             return None
         args, kwargs = tree_unflatten(real, structure)
-        with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+        with _disable_current_modes(), torch.no_grad():
             return func(*args, **kwargs)
 
     def follow(self, func: Any, leaves: list[Any], structure: TreeSpec, recorded: Any) -> None:

@@ -19,10 +19,11 @@ from outsize.model.batch_entries import flatten_batch
 from outsize.model.block_signature import slice_signature
 from outsize.model.cuts import cut_points
 from outsize.model.deferred import build_deferred
-from outsize.model.fake import fake_tensor_like, fake_tensors_in, shapes_only
+from outsize.model.fake import fake_tensor_like, fake_tensors_in
 from outsize.model.profile import Amount, BlockProfile, ModelProfile
 from outsize.model.program import CutPoint, Program, Ref
 from outsize.model.record import record_module
+from outsize.model.shapes import shapes_only
 from outsize.model.slice import Slice, slice_program
 from outsize.model.slice_cost import SliceCost, estimate_slice_cost
 from outsize.model.source import ModelSource

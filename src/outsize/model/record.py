@@ -13,13 +13,14 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path
 
 from outsize.errors import RecordingError
 from outsize.model.batch_entries import flatten_batch
-from outsize.model.fake import fake_tensor_like, fake_tensors_in, shapes_only
+from outsize.model.fake import fake_tensor_like, fake_tensors_in
 from outsize.model.known_values import KnownValues
 from outsize.model.leaves import choose_leaves, has_parameters, initially_open
 from outsize.model.library_settings import training_settings
 from outsize.model.loss_terms import find_loss_terms
 from outsize.model.program import NodeKind, Program, TensorSpec
 from outsize.model.recorder import LeafMustOpen, Recorder
+from outsize.model.shapes import shapes_only
 
 __all__ = ["Granularity", "loss_tensor", "record_module"]
 

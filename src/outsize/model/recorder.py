@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from outsize.errors import RecordingError
-from outsize.model.fake import DATA_DEPENDENT, Shapes, fake_tensor_like
+from outsize.model.fake import fake_tensor_like
 from outsize.model.known_values import KnownValues
 from outsize.model.program import Guard, Node, NodeKind, Ref
+from outsize.model.shapes import DATA_DEPENDENT, Shapes
 from outsize.model.user_frame import user_frame
 
 __all__ = ["LeafMustOpen", "Recorder"]
