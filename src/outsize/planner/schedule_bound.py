@@ -23,11 +23,12 @@ def estimate_lower_bound_s(problem: ScheduleProblem) -> float:
     Whatever part of the two round trips cannot be filled is idle time on top of the rank's work. They
     overlap, and only the longer counts, where all micro-batches fit in L at once. Besides, once a rank has
     run its last input gradient, with all forwards and the Ws that did not fit in L behind it, that gradient
-    still has to travel to the first stage.
+    still has to travel to the first stage. And what micro-batches keep, times how long they must keep it,
+    cannot be more than L times the whole time.
     """
     ranks = [_Rank(problem, rank) for rank in range(problem.num_ranks)]
     to_first_stage_s = max(rank.until_last_gradient_s() + rank.gradient_to_first_stage_s() for rank in ranks)
-    spans = [rank.work_s() + rank.idle_s() for rank in ranks]
+    spans = [max(rank.work_s() + rank.idle_s(), rank.occupied_s()) for rank in ranks]
     if problem.objective is Objective.LONGEST_SPAN:
         return max(*spans, to_first_stage_s)
     ends = [rank.start_s() + span for rank, span in zip(ranks, spans, strict=True)]
@@ -55,7 +56,7 @@ class _Rank:
 
     def idle_s(self) -> float:
         """Least time it idles between its start and its end."""
-        out_and_back_s = self._out_and_back_s()
+        out_and_back_s = self._out_and_back_s(self.last)
         first_trip_s = self._forward_s(self.first, self.last) + self._forward(self.last) + out_and_back_s
         last_trip_s = out_and_back_s + self._gradient_s(self.last, self.first)
         last_trip_s += self._whole_backward(self.first)
@@ -64,6 +65,19 @@ class _Rank:
         if self._all_forward_bytes() > self.limit:
             return at_start_s + at_end_s
         return max(at_start_s, at_end_s)
+
+    def occupied_s(self) -> float:
+        """Least time from its start to its end for all micro-batches to find room, one after another."""
+        byte_seconds = 0.0
+        for stage in self.stages:
+            times, kept = self.problem.times.stages[stage], self.problem.activations[stage]
+            weights = kept.weight_gradient_bytes * times.weight_gradient_s
+            until_backward = kept.forward_bytes * (times.forward_s + self._out_and_back_s(stage))
+            byte_seconds += until_backward + min(
+                kept.forward_bytes * times.input_gradient_s + weights,
+                kept.forward_bytes * times.full_backward_s,
+            )
+        return self.problem.num_microbatches * byte_seconds / self.limit if self.limit else 0.0
 
     def until_last_gradient_s(self) -> float:
         """Least time from the first rank's start until this rank's last input gradient starts."""
@@ -108,13 +122,13 @@ class _Rank:
         """Seconds from the start of I on ``begin`` until I can start on ``end``, which comes before it."""
         return sum(self._input(stage) + self._transfer_s(stage - 1) for stage in range(end + 1, begin + 1))
 
-    def _out_and_back_s(self) -> float:
-        """Seconds from the end of F on the last stage here until I can start on it."""
+    def _out_and_back_s(self, stage: int) -> float:
+        """Seconds from the end of F on a stage until I can start on it."""
         end = self.problem.num_stages - 1
-        if self.last == end:
+        if stage == end:
             return 0.0
-        forward_s = self._forward_s(self.last, end) - self._forward(self.last) + self._forward(end)
-        return forward_s + self._gradient_s(end, self.last)
+        forward_s = self._forward_s(stage, end) - self._forward(stage) + self._forward(end)
+        return forward_s + self._gradient_s(end, stage)
 
     def _all_forward_bytes(self) -> int:
         activations = self.problem.activations

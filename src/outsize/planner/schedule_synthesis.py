@@ -49,7 +49,7 @@ class SynthesisedSchedule:
     @property
     def gap(self) -> float:
         """How much longer than the lower bound, as a share of it: 0 is proven to be the best there is."""
-        return self.objective_s / self.lower_bound_s - 1
+        return max(0.0, self.objective_s / self.lower_bound_s - 1)  # rounding may put the two in either order
 
 
 def synthesise_schedule(problem: ScheduleProblem) -> SynthesisedSchedule:
