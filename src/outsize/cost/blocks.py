@@ -71,6 +71,11 @@ class BlockCosts:
         return self.forward_s + self.backward_s + 2 * self.communication_s
 
     @cached_property
+    def tied_blocks(self) -> list[tuple[int, int]]:
+        """Blocks with tied parameters, each with the block that owns them."""
+        return [(block, owner) for block, owner in enumerate(self.owners) if block != owner]
+
+    @cached_property
     def saved_by_mode(self) -> Array:
         """Bytes kept for backward, by position in RECOMPUTE_MODES and block."""
         return np.stack([self.saved_bytes, self.selective_saved_bytes, self.full_saved_bytes])

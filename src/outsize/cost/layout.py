@@ -53,7 +53,7 @@ class Job:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Degrees, micro-batches, schedule and what is sharded.
 
@@ -97,6 +97,22 @@ class Layout:
     def idle_share(self) -> float:
         """Idle time as a share of 1F1B's with as many chunks."""
         return _IDLE_SHARE.get(self.schedule, 1.0 / self.num_virtual_stages)
+
+    @cached_property
+    def rank_of_chunk(self) -> NDArray[np.intp]:
+        """Pipeline rank of each chunk."""
+        chunks = np.arange(self.num_chunks)
+        if self.schedule in _V_SHAPED:
+            return np.minimum(chunks, self.num_chunks - 1 - chunks)
+        return chunks % self.mesh.pp
+
+    @cached_property
+    def in_flight_by_chunk(self) -> NDArray[np.float64]:
+        """Micro-batches that each chunk keeps at its rank's peak."""
+        counts = np.zeros(self.num_chunks)
+        for stage in range(self.mesh.pp):
+            counts[list(self.chunks_of(stage))] = self.in_flight(stage)
+        return counts
 
     def in_flight(self, stage: int) -> tuple[int, ...]:
         """Micro-batches whose activations each chunk of rank ``stage`` keeps at the rank's peak.

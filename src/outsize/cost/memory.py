@@ -1,51 +1,58 @@
 """Bytes per device by category: the sum that decides whether a layout fits.
 
 State per parameter as in `precision`; activations are what each block keeps times the micro-batches in
-flight on that rank; the verdict is about the device that needs most, never about the mean.
+flight on that rank; the verdict is about the device that needs most, never about the mean. Everything is
+one array over the pipeline ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outsize.cost.blocks import BlockCosts
 from outsize.cost.layout import SPLIT_BACKWARD, SPLIT_BACKWARD_SHARE, Assignment, Job, Layout
 from outsize.cost.precision import BytesPerParameter
+from outsize.cost.ranks import Ranks
+from outsize.plan.plan import MEMORY_CATEGORIES
 from outsize.units import MIB
 
-__all__ = ["BUCKET_BYTES", "StateBytes", "estimate_stage_memory", "state_bytes", "tied_elsewhere"]
+__all__ = ["BUCKET_BYTES", "StateBytes", "estimate_memory", "memory_by_rank", "state_bytes"]
 
 BUCKET_BYTES = 25 * MIB  # gradients are reduced in buckets of this size
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of a stage's parameters, gradients, optimizer states and gathered units."""
+    """Bytes of parameters, gradients and optimizer states, gathered blocks included."""
 
-    parameters: float
-    gradients: float
-    optimizer_states: float
+    parameters: Any
+    gradients: Any
+    optimizer_states: Any
 
 
 def state_bytes(
-    parameters: float, trainable: float, largest: float, layout: Layout, per: BytesPerParameter
+    parameters: Any, trainable: Any, largest: Any, layout: Layout, per: BytesPerParameter
 ) -> StateBytes:
-    """Return a stage's state for its local parameters; ``largest`` is the biggest block's.
+    """Return the state of ``parameters`` on one device; ``largest`` is the biggest block's.
 
-    Sharded in full, a stage also holds two gathered blocks (the one computed and the next) and one
-    unsharded block of gradients.
+    Sharded in full, a rank also holds two gathered blocks (the one computed and the next) and one
+    unsharded block of gradients. Numbers or arrays.
     """
     level, shards = layout.state_sharding, layout.num_state_shards
     held = parameters * per.parameter
     if level == "servers":
-        return StateBytes(held, trainable * per.gradient, 0.0)
+        return StateBytes(held, trainable * per.gradient, 0.0 * held)
     gradients = trainable * per.gradient
     states = trainable * per.optimizer_state
     if shards == 1 or level == "none":
         return StateBytes(held, gradients, states)
-    states /= shards
+    states = states / shards
     if level in {"gradients", "full"}:
         gradients = gradients / shards + largest * per.gradient
     if level == "full":
@@ -53,51 +60,37 @@ def state_bytes(
     return StateBytes(held, gradients, states)
 
 
-def estimate_stage_memory(
-    job: Job, layout: Layout, costs: BlockCosts, assignment: Assignment, stage: int
-) -> dict[str, int]:
-    """Return the peak bytes by category of a device on pipeline rank ``stage``."""
-    blocks = [index for chunk in layout.chunks_of(stage) for index in assignment.blocks_of(chunk)]
-    tied = tied_elsewhere(costs, blocks)
-    parameters = float(costs.parameters[blocks].sum()) + tied
-    trainable = float(costs.trainable[blocks].sum()) + tied
-    state = state_bytes(parameters, trainable, float(costs.parameters[blocks].max()), layout, job.state)
-    kept = 0.0
-    for chunk, count in zip(layout.chunks_of(stage), layout.in_flight(stage), strict=True):
-        held = np.array(assignment.blocks_of(chunk))
-        kept += count * float(costs.saved_by_mode[assignment.modes[held], held].sum())
+def estimate_memory(job: Job, layout: Layout, costs: BlockCosts, assignment: Assignment) -> dict[str, Array]:
+    """Return the peak bytes of a device on each pipeline rank, by category."""
+    ranks = Ranks(layout, assignment)
+    tied = ranks.tied_elsewhere(costs)
+    parameters = ranks.total(costs.parameters) + tied
+    trainable = ranks.total(costs.trainable) + tied
+    state = state_bytes(parameters, trainable, ranks.largest(costs.parameters), layout, job.state)
+    modes = assignment.modes
+    blocks = np.arange(len(modes))
+    buckets = np.minimum(2.0 * BUCKET_BYTES, state.gradients) if layout.num_replicas > 1 else 0.0
+    return {
+        "parameters": state.parameters + ranks.total(costs.buffer_bytes),
+        "gradients": state.gradients,
+        "optimizer_states": state.optimizer_states,
+        "activations": _activations(job, layout, costs, ranks, costs.saved_by_mode[modes, blocks]),
+        "temporaries": ranks.largest(costs.temporary_by_mode[modes, blocks]),
+        "communication_buffers": job.software.bucket_bytes + buckets + 2.0 * ranks.crossing_bytes(costs),
+        "reserve": np.full(layout.mesh.pp, float(job.cluster.weakest_device().reserve_bytes)),
+    }
+
+
+def _activations(job: Job, layout: Layout, costs: BlockCosts, ranks: Ranks, saved: Array) -> Array:
+    kept = ranks.total_in_flight(ranks.by_chunk(saved))
     if layout.schedule in SPLIT_BACKWARD:
         kept *= SPLIT_BACKWARD_SHARE
     if job.software.keeps_outputs:
-        kept += sum(
-            count * float(costs.output_bytes[assignment.bounds[chunk + 1] - 1])
-            for chunk, count in zip(layout.chunks_of(stage), layout.in_flight(stage), strict=True)
-        )
-    categories = {
-        "parameters": state.parameters + float(costs.buffer_bytes[blocks].sum()),
-        "gradients": state.gradients,
-        "optimizer_states": state.optimizer_states,
-        "activations": kept,
-        "temporaries": float(costs.temporary_by_mode[assignment.modes[blocks], blocks].max()),
-        "communication_buffers": job.software.bucket_bytes
-        + communication_buffer_bytes(layout, costs, state.gradients, blocks[0], blocks[-1]),
-        "reserve": job.cluster.weakest_device().reserve_bytes,
-    }
-    return {name: round(num_bytes) for name, num_bytes in categories.items()}
+        kept += ranks.total_in_flight(costs.output_bytes[ranks.ends - 1])
+    return kept
 
 
-def tied_elsewhere(costs: BlockCosts, blocks: list[int]) -> float:
-    """Parameters held once more because the block that owns them is on another stage."""
-    held = set(blocks)
-    elsewhere = [block for block in blocks if costs.owners[block] not in held]
-    return float(costs.tied_parameters[elsewhere].sum())
-
-
-def communication_buffer_bytes(
-    layout: Layout, costs: BlockCosts, gradients: float, first: int, last: int
-) -> float:
-    """Buckets of gradients being reduced, and a value received and one sent on either side."""
-    buckets = min(2.0 * BUCKET_BYTES, gradients) if layout.num_replicas > 1 else 0.0
-    received = costs.output_bytes[first - 1] if first > 0 else 0.0
-    sent = costs.output_bytes[last] if last + 1 < len(costs.blocks) else 0.0
-    return buckets + 2.0 * float(received + sent)
+def memory_by_rank(categories: dict[str, Array]) -> tuple[dict[str, int], ...]:
+    """Return whole bytes by category, one mapping a pipeline rank."""
+    rows = np.rint(np.stack([categories[name] for name in MEMORY_CATEGORIES])).astype(np.int64).T.tolist()
+    return tuple(dict(zip(MEMORY_CATEGORIES, row, strict=True)) for row in rows)

@@ -13,15 +13,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outsize.cluster.device import Device
 from outsize.cluster.link import Link
 from outsize.cost.blocks import BlockCosts, axis_span, mesh_stride
-from outsize.cost.collective import send_s
 from outsize.cost.layout import Assignment, Job, Layout
-from outsize.cost.memory import estimate_stage_memory, tied_elsewhere
+from outsize.cost.memory import estimate_memory, memory_by_rank
+from outsize.cost.ranks import Ranks
 from outsize.cost.replicas import gather_wait_s, optimizer_s, reduce_wait_s
 
 __all__ = ["StepEstimate", "estimate_step", "sent_parts", "stage_devices", "stage_link"]
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +44,19 @@ class StepEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class _StageTime:
-    compute: float
-    communication: float
-    recompute: float
-    send: float
-    gather: float
-    reduce: float  # once a step, as the next
-    optimizer: float
+class _RankTimes:
+    """Seconds of each pipeline rank, as arrays: a micro-batch's, and (the last two) a step's."""
+
+    compute: Array
+    communication: Array
+    recompute: Array
+    send: Array
+    gather: Array
+    reduce: Array
+    optimizer: Array
 
     @property
-    def total(self) -> float:
+    def total(self) -> Array:
         return self.compute + self.communication + self.recompute + self.send + self.gather
 
 
@@ -66,63 +73,62 @@ def stage_devices(job: Job, layout: Layout) -> tuple[Device, ...]:
 
 def estimate_step(job: Job, layout: Layout, costs: BlockCosts, assignment: Assignment) -> StepEstimate:
     """Return the time and memory of one step of ``job`` laid out as given."""
-    stages = [_stage_time(job, layout, costs, assignment, stage) for stage in range(layout.mesh.pp)]
-    pace = max(stages, key=lambda stage: stage.total)
+    ranks = _rank_times(job, layout, costs, assignment)
+    total = ranks.total
+    pace = int(total.argmax())
     m = layout.num_microbatches
     parts = {
-        "compute": m * pace.compute,
-        "recompute": m * pace.recompute,
-        "tensor_parallel": m * pace.communication,
-        "pipeline_send": m * pace.send,
-        "bubble": (sum(stage.total for stage in stages) - pace.total) * layout.idle_share,
-        "data_parallel": m * pace.gather + stages[0].reduce,
-        "optimizer": stages[0].optimizer,
+        "compute": m * ranks.compute[pace],
+        "recompute": m * ranks.recompute[pace],
+        "tensor_parallel": m * ranks.communication[pace],
+        "pipeline_send": m * ranks.send[pace],
+        "bubble": (total.sum() - total[pace]) * layout.idle_share,
+        "data_parallel": m * ranks.gather[pace] + ranks.reduce[0],
+        "optimizer": ranks.optimizer[0],
     }
-    parts = {name: time * job.software.factor for name, time in parts.items()}
-    parts["contention"] = _contention_s(job, layout, stages, sum(parts.values()))
-    memory = tuple(
-        estimate_stage_memory(job, layout, costs, assignment, stage) for stage in range(layout.mesh.pp)
-    )
+    parts = {name: float(time) * job.software.factor for name, time in parts.items()}
+    parts["contention"] = _contention_s(job, layout, float(total.sum()), sum(parts.values()))
+    memory = memory_by_rank(estimate_memory(job, layout, costs, assignment))
     return StepEstimate(sum(parts.values()), parts, memory)
 
 
-def _contention_s(job: Job, layout: Layout, stages: list[_StageTime], step_s: float) -> float:
+def _contention_s(job: Job, layout: Layout, microbatch_s: float, step_s: float) -> float:
     """Emulated devices share cores: a step cannot be shorter than all work over all cores."""
     cores = job.cluster.shared_cores
     if cores is None:
         return 0.0
     copies = layout.mesh.world_size // layout.mesh.pp
-    busy = layout.num_microbatches * sum(stage.total for stage in stages) * copies
+    busy = layout.num_microbatches * microbatch_s * copies
     return max(busy / cores * job.software.factor - step_s, 0.0)
 
 
-def _stage_time(
-    job: Job, layout: Layout, costs: BlockCosts, assignment: Assignment, stage: int
-) -> _StageTime:
-    blocks = [index for chunk in layout.chunks_of(stage) for index in assignment.blocks_of(chunk)]
+def _rank_times(job: Job, layout: Layout, costs: BlockCosts, assignment: Assignment) -> _RankTimes:
+    ranks = Ranks(layout, assignment)
     reference = job.cluster.weakest_device().rate(job.precision)
-    slower = reference / stage_devices(job, layout)[stage].rate(job.precision)
-    forward = float(costs.forward_s[blocks].sum()) * slower
-    backward = float(costs.backward_s[blocks].sum()) * slower
-    communication = 2 * float(costs.communication_s[blocks].sum())
-    again = float(costs.again_by_mode[assignment.modes[blocks], blocks].sum()) * slower
-    link = stage_link(job, layout)
-    sends = sum(
-        2 * send_s(link, float(costs.output_bytes[assignment.bounds[chunk] - 1]) / sent_parts(job, layout))
-        for chunk in layout.chunks_of(stage)
-        if chunk > 0 and layout.mesh.pp > 1
-    )
-    tied = tied_elsewhere(costs, blocks)
+    slower = reference / np.array([device.rate(job.precision) for device in stage_devices(job, layout)])
+    forward, backward = ranks.total(costs.forward_s) * slower, ranks.total(costs.backward_s) * slower
+    communication = 2 * ranks.total(costs.communication_s)
+    again = ranks.total(costs.again_by_mode[assignment.modes, np.arange(len(costs.blocks))]) * slower
+    tied = ranks.tied_elsewhere(costs)
     held = {
-        "parameters": float(costs.parameters[blocks].sum()) + tied,
-        "trainable": float(costs.trainable[blocks].sum()) + tied,
+        "parameters": ranks.total(costs.parameters) + tied,
+        "trainable": ranks.total(costs.trainable) + tied,
     }
     gather = gather_wait_s(job, layout, **held, forward_s=forward, backward_s=backward)
     reduce = reduce_wait_s(job, layout, **held, backward_s=backward + communication / 2)
     optimizer = optimizer_s(job, layout, held["trainable"])
-    return _StageTime(
-        forward + backward, communication, again, sends, float(gather), float(reduce), float(optimizer)
-    )
+    sends = _send_s(job, layout, costs, ranks)
+    return _RankTimes(forward + backward, communication, again, sends, gather, reduce, optimizer)
+
+
+def _send_s(job: Job, layout: Layout, costs: BlockCosts, ranks: Ranks) -> Array:
+    """Seconds each rank waits to receive its inputs and to send back their gradients."""
+    if layout.mesh.pp == 1:
+        return np.zeros(1)
+    link = stage_link(job, layout)
+    received = ranks.received_bytes(costs) / sent_parts(job, layout) / link.bandwidth_bytes_per_s
+    received[1:] += link.latency_s
+    return 2 * ranks.fold(received)
 
 
 def sent_parts(job: Job, layout: Layout) -> int:

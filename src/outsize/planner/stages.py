@@ -12,7 +12,6 @@ as they could still win. This is exact, for any chain of blocks and unequal devi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,11 +21,12 @@ from numpy.typing import NDArray
 
 from outsize.cost.blocks import BlockCosts
 from outsize.cost.layout import RECOMPUTE_MODES, Assignment, Job, Layout
-from outsize.cost.memory import BUCKET_BYTES, estimate_stage_memory
+from outsize.cost.memory import BUCKET_BYTES, estimate_memory
 from outsize.cost.replicas import gather_wait_s, optimizer_s, reduce_wait_s
 from outsize.cost.step import sent_parts, stage_devices, stage_link
 from outsize.errors import PlanError
 from outsize.model.profile import ModelProfile
+from outsize.planner.boundary_walk import best_walk, least_maximum, least_sum
 
 __all__ = ["StageCuts", "cut_stages", "legal_boundaries", "pinned_bounds"]
 
@@ -85,7 +85,7 @@ def cut_stages(
         bounds = _balanced_bounds(costs, tuple(legal), layout.num_chunks)
     if bounds is None:
         tables = _StageTables(job, layout, costs, recompute=recompute)
-        bounds = _walk(tables.cost(legal), tables.tail_s(legal), layout, legal)
+        bounds = best_walk(tables.cost(legal), tables.tail_s(legal), layout, legal)
         if bounds is None:  # does not fit: show the cuts that come nearest
             bounds = _balanced_bounds(costs, tuple(legal), layout.num_chunks)
     return _fill(job, layout, costs, bounds, recompute=recompute)
@@ -228,60 +228,13 @@ def _range_max(values: Array) -> Array:
     return result
 
 
-def _walk(cost: Array, tail: Array, layout: Layout, legal: list[int]) -> tuple[int, ...] | None:
-    """Boundaries of the walk with the least pipeline time, or None if no walk is possible."""
-    idle = layout.idle_share
-    weight = layout.num_microbatches - idle
-    bottleneck = _least_maximum(cost)
-    if not math.isfinite(bottleneck):
-        return None
-    best_time, best_path = math.inf, None
-    floor_sum, _ = _least_sum(cost, tail / idle, math.inf)
-    while math.isfinite(bottleneck) and weight * bottleneck + idle * floor_sum < best_time:
-        total, path = _least_sum(cost, tail / idle, bottleneck)
-        time = weight * bottleneck + idle * total
-        if time < best_time * (1 - 1e-12):
-            best_time, best_path = time, path
-        looser = cost[(cost > bottleneck) & np.isfinite(cost)]
-        bottleneck = float(looser.min()) if looser.size else math.inf
-    assert best_path is not None
-    return tuple(legal[index] for index in best_path)
-
-
-def _least_maximum(cost: Array) -> float:
-    reach = np.full(cost.shape[1], np.inf)
-    reach[0] = 0.0
-    for table in cost:
-        reach = np.maximum(reach[:, None], table).min(axis=0)
-    return float(reach[-1])
-
-
-def _least_sum(cost: Array, tail: Array, bottleneck: float) -> tuple[float, list[int]]:
-    """Least sum of a walk whose every step is at most ``bottleneck``, and its boundaries.
-
-    ``tail`` is added for the end of the first step.
-    """
-    reach = np.full(cost.shape[1], np.inf)
-    reach[0] = 0.0
-    parents = []
-    for stage, table in enumerate(cost):
-        sums = reach[:, None] + np.where(table <= bottleneck, table, np.inf)
-        sums = sums + tail if stage == 0 else sums
-        parents.append(sums.argmin(axis=0))
-        reach = sums.min(axis=0)
-    path = [cost.shape[1] - 1]
-    for parent in reversed(parents):
-        path.append(int(parent[path[-1]]))
-    return float(reach[-1]), path[::-1]
-
-
 @lru_cache(maxsize=1024)
 def _balanced_bounds(costs: BlockCosts, legal: tuple[int, ...], num_chunks: int) -> tuple[int, ...]:
     """Bounds that balance time over the chunks, whatever the memory."""
     times = _ranges(costs.step_s)[np.ix_(legal, legal)]
     times[np.tril_indices(len(legal))] = np.inf
     tables = np.broadcast_to(times, (num_chunks, *times.shape))
-    path = _least_sum(tables, np.zeros(len(legal)), _least_maximum(tables))[1]
+    path = least_sum(tables, np.zeros(len(legal)), least_maximum(tables))[1]
     return tuple(legal[index] for index in path)
 
 
@@ -289,42 +242,26 @@ def _fill(
     job: Job, layout: Layout, costs: BlockCosts, bounds: tuple[int, ...], *, recompute: bool
 ) -> StageCuts:
     """Choose what each rank recomputes: as little time as frees enough memory."""
-    modes = [layout.base_recompute] * len(costs.blocks)
-    base = Assignment(bounds, tuple(modes))
-    base_saved = costs.saved_by_mode[RECOMPUTE_MODES.index(layout.base_recompute)]
+    mode = RECOMPUTE_MODES.index(layout.base_recompute)
+    modes = np.full(len(costs.blocks), mode)
+    base = Assignment(bounds, (layout.base_recompute,) * len(modes))
+    memory = estimate_memory(job, layout, costs, base)
+    missing = sum(memory.values()) - np.array([device.memory_bytes for device in stage_devices(job, layout)])
+    saving = np.repeat(layout.in_flight_by_chunk, np.diff(bounds)) * (
+        costs.saved_by_mode[mode] - costs.full_saved_bytes
+    )
+    rank_of_block = np.repeat(layout.rank_of_chunk, np.diff(bounds))
     fits = True
-    for stage, device in enumerate(stage_devices(job, layout)):
-        memory = estimate_stage_memory(job, layout, costs, base, stage)
-        short: float = sum(memory.values()) - device.memory_bytes
-        order = _recompute_order(layout, costs, bounds, stage) if recompute and short > 0 else {}
-        held: float = memory["temporaries"]
-        for block, in_flight in order.items():
-            if short <= 0:
-                break
-            saving = base_saved[block] - costs.full_saved_bytes[block]
-            modes[block] = "full"
-            temporary = max(held, float(costs.temporary_by_mode[-1, block]))
-            short += temporary - held - saving * in_flight
-            held = temporary
-        fits = fits and short <= 0
-    return StageCuts(Assignment(bounds, tuple(modes)), fits)
-
-
-def _recompute_order(
-    layout: Layout, costs: BlockCosts, bounds: tuple[int, ...], stage: int
-) -> dict[int, int]:
-    """Blocks of a rank that recomputation frees memory of, cheapest byte first; micro-batches in flight."""
-    in_flight = {
-        block: count
-        for chunk, count in zip(layout.chunks_of(stage), layout.in_flight(stage), strict=True)
-        for block in range(bounds[chunk], bounds[chunk + 1])
-    }
-    base_saved = costs.saved_by_mode[RECOMPUTE_MODES.index(layout.base_recompute)]
-    saving = [block for block in in_flight if costs.full_saved_bytes[block] < base_saved[block]]
-    saving.sort(key=lambda block: _seconds_per_byte(costs, block) / in_flight[block])
-    return {block: in_flight[block] for block in saving}
-
-
-def _seconds_per_byte(costs: BlockCosts, block: int) -> float:
-    saving = costs.saved_bytes[block] - costs.full_saved_bytes[block]
-    return float(costs.full_s[block] / saving) if saving > 0 else math.inf
+    for stage in np.flatnonzero(missing > 0):
+        useful = np.flatnonzero((rank_of_block == stage) & (saving > 0)) if recompute else np.array([], int)
+        order = useful[
+            np.argsort(costs.full_s[useful] / saving[useful], kind="stable")
+        ]  # cheapest byte first
+        held = memory["temporaries"][stage]
+        temporary = np.maximum(np.maximum.accumulate(costs.temporary_by_mode[-1, order]), held)
+        left = missing[stage] + temporary - held - np.cumsum(saving[order])
+        enough = np.flatnonzero(left <= 0)
+        count = int(enough[0]) + 1 if enough.size else len(order)
+        modes[order[:count]] = len(RECOMPUTE_MODES) - 1
+        fits = fits and enough.size > 0
+    return StageCuts(Assignment(bounds, tuple(RECOMPUTE_MODES[index] for index in modes)), fits)
