@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outsize.plan.plan import Mesh, Plan, Verdict
+    from outsize.planner.search import PlanningResult
 
 __all__ = ["parse_mesh", "plan"]
 
@@ -33,6 +34,9 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
     microbatches: Annotated[int | None, typer.Option(help="micro-batches in one step of a replica")] = None,
     save: Annotated[Path | None, typer.Option(help="write the plan to this JSON file")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page to this file")] = None,
+    device_mtbf_hours: Annotated[
+        float | None, typer.Option(help="mean hours between failures of one device: adds the goodput")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Say for each strategy whether the model fits, why, and how fast; plan the best one."""
@@ -73,13 +77,22 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
 
         write_page(html, best)
     if as_json:
-        form = planning_form(
-            result.verdicts, best, optimality_gap=result.optimality_gap, search_time_s=result.search_time_s
-        )
-        print(json.dumps(form))
+        print(json.dumps(_form(result, best, device_mtbf_hours)))
         return
     _show_verdicts(result.verdicts, model, cluster, global_batch, chosen=best.strategy)
-    _show_best(best, result.optimality_gap, result.search_time_s)
+    _show_best(best, result, device_mtbf_hours)
+
+
+def _form(result: PlanningResult, best: Plan, device_mtbf_hours: float | None) -> dict[str, Any]:
+    from outsize.cost.goodput import goodput_of_plan
+    from outsize.report.json_forms import planning_form
+
+    form = planning_form(
+        result.verdicts, best, optimality_gap=result.optimality_gap, search_time_s=result.search_time_s
+    )
+    if device_mtbf_hours is not None:
+        form["goodput"] = asdict(goodput_of_plan(best, device_mtbf_hours=device_mtbf_hours))
+    return form
 
 
 def parse_mesh(text: str) -> Mesh:
@@ -114,13 +127,15 @@ def _show_verdicts(
     console.print(category_table(verdicts))
 
 
-def _show_best(best: Plan, gap: float, search_time_s: float) -> None:
+def _show_best(best: Plan, result: PlanningResult, device_mtbf_hours: float | None) -> None:
     from rich.console import Console
 
-    from outsize.report.tables import plan_summary
+    from outsize.cost.goodput import goodput_of_plan
+    from outsize.report.tables import goodput_summary, plan_summary
 
     console = Console()
     console.print(plan_summary(best))
-    console.print(
-        f"searched in {search_time_s:.2f} s; a better plan could be at most {gap:.1%} faster", style="dim"
-    )
+    if device_mtbf_hours is not None:
+        console.print(goodput_summary(best, goodput_of_plan(best, device_mtbf_hours=device_mtbf_hours)))
+    gap = f"a better plan could be at most {result.optimality_gap:.1%} faster"
+    console.print(f"searched in {result.search_time_s:.2f} s; {gap}", style="dim")

@@ -16,8 +16,15 @@ import math
 from dataclasses import dataclass
 
 from outsize.errors import OutsizeError
+from outsize.plan.plan import Plan
 
-__all__ = ["Goodput", "best_checkpoint_interval_s", "estimate_goodput", "goodput_share"]
+__all__ = ["Goodput", "best_checkpoint_interval_s", "estimate_goodput", "goodput_of_plan", "goodput_share"]
+
+
+# Where nothing else is known: each device writes its part of a checkpoint at this rate, and a job that
+# lost a device runs again after this time.
+CHECKPOINT_BYTES_PER_S = 1e9
+RESTART_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +77,22 @@ def estimate_goodput(
         interval, checkpoint_s=checkpoint_s, restart_s=restart_s, mean_time_between_failures_s=mean
     )
     return Goodput(mean, checkpoint_s, restart_s, interval, share)
+
+
+def goodput_of_plan(plan: Plan, *, device_mtbf_hours: float) -> Goodput:
+    """Return the goodput of a planned job whose devices each fail every ``device_mtbf_hours``.
+
+    A checkpoint is as slow as the device that holds most parameters and optimizer states.
+
+    Raises:
+        OutsizeError: the plan holds no prediction, or the hours are not positive.
+    """
+    if plan.prediction is None:
+        raise OutsizeError("The plan holds no prediction.", attempt="plan again")
+    largest = max(each["parameters"] + each["optimizer_states"] for each in plan.prediction.memory_by_rank)
+    return estimate_goodput(
+        plan.mesh.world_size,
+        device_mtbf_hours=device_mtbf_hours,
+        checkpoint_s=largest / CHECKPOINT_BYTES_PER_S,
+        restart_s=RESTART_S,
+    )

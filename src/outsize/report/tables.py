@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from outsize.cost.goodput import Goodput
 from outsize.plan.plan import Plan, Verdict
 from outsize.units import format_bytes, format_seconds
 
-__all__ = ["category_table", "memory_table", "plan_summary", "verdict_table"]
+__all__ = ["category_table", "goodput_summary", "memory_table", "plan_summary", "verdict_table"]
 
 
 def verdict_table(verdicts: Sequence[Verdict], *, title: str = "", chosen: str = "") -> Table:
@@ -98,3 +99,13 @@ def plan_summary(plan: Plan) -> Text:
             style="not bold",
         )
     return text
+
+
+def goodput_summary(plan: Plan, goodput: Goodput) -> str:
+    """Return how a job fares when its devices fail, in two lines."""
+    tokens = goodput.share * plan.prediction.tokens_per_s if plan.prediction else 0.0
+    return (
+        f"with failures: one every {format_seconds(goodput.mean_time_between_failures_s)}; a checkpoint of "
+        f"{format_seconds(goodput.checkpoint_s)} every {format_seconds(goodput.checkpoint_interval_s)}; "
+        f"{goodput.share:.1%} of the time is kept work: {tokens:,.0f} tokens/s"
+    )
