@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outsize.plan.plan import Mesh, Plan, Verdict
-    from outsize.planner.search import PlanningResult
+    from outsize.planner.search import NothingFitsError, PlanningResult
 
 __all__ = ["parse_mesh", "plan"]
 
@@ -45,42 +45,51 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
     from outsize.plan.files import save_plan
     from outsize.plan.plan import OptimizerSpec
     from outsize.planner.search import NothingFitsError, plan_job
-    from outsize.report.json_forms import planning_form
 
     parsed_cluster = parse_cluster(cluster)
     wished_mesh = parse_mesh(mesh) if mesh else None
     profile, space = find_profile(model, sequence=sequence)
-    default_precision = "fp32" if parsed_cluster.shared_cores else "bf16"
     try:
         result = plan_job(
             profile,
             parsed_cluster,
             global_batch=global_batch,
             optimizer=OptimizerSpec(name=optimizer),
-            precision=precision or default_precision,
+            precision=precision or ("fp32" if parsed_cluster.shared_cores else "bf16"),
             strategy=strategy,
             mesh=wished_mesh,
             num_microbatches=microbatches,
             space=space,
         )
     except NothingFitsError as error:
-        if as_json:
-            print(json.dumps(planning_form(error.verdicts)))
-        else:
-            _show_verdicts(error.verdicts, model, cluster, global_batch, chosen="")
+        _show_refusal(error, f"{model} on {cluster}, global batch {global_batch}", as_json=as_json)
         raise
     best = replace(result.best, model=model)
     if save is not None:
         save_plan(best, save)
     if html is not None:
-        from outsize.report.page import write_page
-
-        write_page(html, best)
+        _write_page(html, best)
     if as_json:
         print(json.dumps(_form(result, best, device_mtbf_hours)))
-        return
-    _show_verdicts(result.verdicts, model, cluster, global_batch, chosen=best.strategy)
-    _show_best(best, result, device_mtbf_hours)
+    else:
+        _show_verdicts(result.verdicts, f"{model} on {cluster}, global batch {global_batch}", best.strategy)
+        _show_best(best, result, device_mtbf_hours)
+
+
+def _write_page(path: Path, best: Plan) -> None:
+    from outsize.report.page import write_page
+
+    write_page(path, best)
+
+
+def _show_refusal(error: NothingFitsError, title: str, *, as_json: bool) -> None:
+    """Nothing fits: the verdicts still say why."""
+    from outsize.report.json_forms import planning_form
+
+    if as_json:
+        print(json.dumps(planning_form(error.verdicts)))
+    else:
+        _show_verdicts(error.verdicts, title, chosen="")
 
 
 def _form(result: PlanningResult, best: Plan, device_mtbf_hours: float | None) -> dict[str, Any]:
@@ -114,15 +123,12 @@ def parse_mesh(text: str) -> Mesh:
     return Mesh(**degrees)
 
 
-def _show_verdicts(
-    verdicts: Sequence[Verdict], model: str, cluster: str, global_batch: int, *, chosen: str
-) -> None:
+def _show_verdicts(verdicts: Sequence[Verdict], title: str, chosen: str) -> None:
     from rich.console import Console
 
     from outsize.report.tables import category_table, verdict_table
 
     console = Console()
-    title = f"{model} on {cluster}, global batch {global_batch}"
     console.print(verdict_table(verdicts, title=title, chosen=chosen))
     console.print(category_table(verdicts))
 
