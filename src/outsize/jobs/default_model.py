@@ -12,17 +12,17 @@ from outsize.jobs.standard_library_text import sample_windows
 
 __all__ = ["batch", "build"]
 
-SEQUENCE = 128
+SEQUENCE = 64
 
 
 def build() -> nn.Module:
-    """Return a byte-level causal language model of 10.1 million parameters."""
+    """Return a byte-level causal language model of 14 million parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=256,
-        intermediate_size=768,
+        hidden_size=320,
+        intermediate_size=896,
         num_hidden_layers=12,
         num_attention_heads=8,
         num_key_value_heads=4,
@@ -33,6 +33,6 @@ def build() -> nn.Module:
 
 
 def batch(num_samples: int, *, step: int = 0, split: str = "train") -> dict[str, torch.Tensor]:
-    """Return ``input_ids`` and ``labels`` of shape (num_samples, 128)."""
+    """Return ``input_ids`` and ``labels`` of shape (num_samples, 64)."""
     windows = sample_windows(split, num_samples=num_samples, sequence=SEQUENCE, step=step)
     return {"input_ids": windows, "labels": windows}
