@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from outsize.model.deferred import apply_materialised, build_deferred
 from outsize.plan.plan import OptimizerSpec
@@ -40,7 +41,18 @@ def _llama(*, is_tied: bool) -> nn.Module:
     )
     model = LlamaForCausalLM(config).double()
     model.loss_function = _loss_in_float64
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.__class__ = _NormInFloat64
     return model
+
+
+class _NormInFloat64(LlamaRMSNorm):
+    """The norm without a cast to float32 on the way."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
 
 
 def _loss_in_float64(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:

@@ -11,8 +11,14 @@ import torch
 
 from helpers.models import make_batch, tied_llama, train_reference, untied_llama
 from helpers.processes import run_distributed
+from outsize.model.deferred import build_deferred
+from outsize.model.operator_rules.shards import shard_of
+from outsize.model.record import record_module
 from outsize.plan.plan import Mesh, OptimizerSpec, Plan, ScheduleSpec, StageSpec
+from outsize.planner.sharding import plan_sharding
+from outsize.planner.sharding_costs import ShardingCosts
 from outsize.runtime.parallelize import parallelize
+from outsize.runtime.tensor_parallel import parameter_placements
 
 pytestmark = pytest.mark.distributed
 
@@ -34,14 +40,20 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 
 def train(factory: Callable[[], Any], plan: Plan) -> tuple[Any, ...]:
-    """Return losses, norms, first gradients and final parameters of this rank."""
+    """Return losses, norms, first gradients, final parameters and position on tp of this rank."""
     model = parallelize(factory, plan, sample_batch=batches()[0])
     first = model.compute_gradients(batches()[0])
     gradients = {name: p.grad.clone() for name, p in model.parameters.items() if p.grad is not None}
     results = [model.train_step(batch) for batch in batches()]
     assert first.loss == results[0].loss
     parameters = {name: p.detach().clone() for name, p in model.parameters.items()}
-    return [r.loss for r in results], [r.gradient_norm for r in results], gradients, parameters
+    return (
+        [r.loss for r in results],
+        [r.gradient_norm for r in results],
+        gradients,
+        parameters,
+        model.mesh.coordinates,
+    )
 
 
 def train_all(_rank: int, factory: Callable[[], Any], plans: list[Plan]) -> list[tuple[Any, ...]]:
@@ -52,21 +64,28 @@ def assert_trains_like_one_process(factory: Callable[[], Any], plans: list[Plan]
     """Train under each plan, of the same number of processes and optimizer, and compare with one process."""
     expected = train_reference(factory, batches(), plans[0].optimizer)
     results = run_distributed(train_all, plans[0].mesh.world_size, factory, plans, timeout_s=100)
-    for by_rank in zip(*results, strict=True):
+    for plan, *by_rank in zip(plans, *results, strict=True):
         for result in by_rank:
-            assert_equal_to_reference(result, expected)
-        assert {name for _, _, _, held in by_rank for name in held} == set(expected[3])
+            assert_equal_to_reference(result, expected, plan)
+        assert {name for result in by_rank for name in result[3]} == set(expected[3])
         assert len({tuple(losses) for losses, *_ in by_rank}) == 1, "every rank knows the same loss"
 
 
-def assert_equal_to_reference(result: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    losses, norms, gradients, parameters = result
+def assert_equal_to_reference(result: tuple[Any, ...], expected: tuple[Any, ...], plan: Plan) -> None:
+    losses, norms, gradients, parameters, coordinates = result
     assert losses == pytest.approx(expected[0], rel=1e-12)
     assert norms == pytest.approx(expected[1], rel=1e-10)
+    placements = parameter_placements(plan.sharding) if plan.sharding else {}
+
+    def held(name: str, whole: torch.Tensor) -> torch.Tensor:
+        if name not in placements:
+            return whole
+        return shard_of(whole, placements[name], plan.mesh.tp, coordinates["tp"])
+
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[2][name], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(gradient, held(name, expected[2][name]), rtol=1e-10, atol=1e-12)
     for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter, expected[3][name], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(parameter, held(name, expected[3][name]), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("factory", [untied_llama, tied_llama])
@@ -99,7 +118,7 @@ def test_one_process_without_a_process_group_trains_exactly() -> None:
     """A plan of one process needs no torch.distributed."""
     plan = make_plan(Mesh(), schedule=ScheduleSpec("1f1b", 3))
     expected = train_reference(tied_llama, batches(), plan.optimizer)
-    assert_equal_to_reference(train(tied_llama, plan), expected)
+    assert_equal_to_reference(train(tied_llama, plan), expected, plan)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(pp=4), Mesh(pp=2, dp=2)])
@@ -116,3 +135,27 @@ def test_tied_copies_stay_equal_bit_by_bit() -> None:
     first, last = run_distributed(train_all, 2, tied_llama, [plan])
     name = "model.embed_tokens.weight"
     assert torch.equal(first[0][3][name], last[0][3][name])
+
+
+def _split_operators(factory: Any, plan: Plan) -> Plan:
+    """Return the plan with operator splits searched as if latency were nothing, so that all is split."""
+    microbatch = make_batch(plan.microbatch_size, seed=0)
+    recording = record_module(build_deferred(factory).module, microbatch, granularity="operators")
+    costs = ShardingCosts(plan.mesh.tp, link_latency_s=0.0, held_s_per_byte=1e-9)
+    return replace(plan, sharding=plan_sharding(recording, plan.mesh.tp, costs=costs))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "factory"),
+    [
+        (Mesh(tp=2), untied_llama),
+        (Mesh(tp=4), tied_llama),
+        (Mesh(pp=2, tp=2), tied_llama),
+        (Mesh(dp=2, tp=2), untied_llama),
+    ],
+)
+def test_split_operators_alone_and_combined_train_exactly(mesh: Mesh, factory: Any) -> None:
+    """Operator-level parallelism, with pipelines, with replicas, clipping by one norm, ragged labels."""
+    optimizer = replace(OPTIMIZER, max_gradient_norm=0.3)
+    plan = make_plan(mesh, schedule=ScheduleSpec("1f1b", 2), optimizer=optimizer)
+    assert_trains_like_one_process(factory, [_split_operators(factory, plan)])

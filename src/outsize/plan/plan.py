@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outsize.plan.sharding import Sharding
+
 __all__ = [
     "AXES",
     "MEMORY_CATEGORIES",
@@ -158,6 +160,7 @@ class Plan:
     seed: int = 0
     device_memory_bytes: int | None = None  # enforced limit of emulated devices
     placements: dict[str, str] = field(default_factory=dict)  # parameter name -> how it is split
+    sharding: Sharding | None = None  # how operators run, where the mesh has tp > 1
     prediction: Prediction | None = None
     verdicts: tuple[Verdict, ...] = ()
     model_fingerprint: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -14,17 +14,15 @@ __all__ = ["clip_gradients", "compute_gradient_norm"]
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same
 
 
-def compute_gradient_norm(
-    parameters: Mapping[str, nn.Parameter], mesh: ProcessMesh, is_counted: Callable[[str], bool]
-) -> torch.Tensor:
+def compute_gradient_norm(counted: Iterable[nn.Parameter], mesh: ProcessMesh) -> torch.Tensor:
     """Return the Euclidean norm of all gradients of the model, the same float64 scalar on every process.
 
-    Each process adds the squares of the parameters for which ``is_counted(name)``: shared and replicated
-    parameters on one process only, so that each enters once. Gradients are already summed over replicas.
+    ``counted`` are the parameters that this process adds: those held by several are counted by one of them,
+    so that each enters once. Gradients are already summed over replicas.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for name, parameter in parameters.items():
-        if parameter.grad is not None and is_counted(name):
+    for parameter in counted:
+        if parameter.grad is not None:
             total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
     for axis in ("tp", "pp"):
         mesh.sum_over(axis, total)

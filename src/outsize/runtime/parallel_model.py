@@ -5,23 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from outsize.errors import TrainingError
+from outsize.model.operator_rules.placement import Shard
 from outsize.plan.plan import Plan
+from outsize.runtime.checkpoint import find_checkpoint, load_entries, save_entries, saved_names
+from outsize.runtime.checkpoint_entry import CheckpointEntry
 from outsize.runtime.data_parallel import sum_gradients
 from outsize.runtime.gradient_clipping import clip_gradients, compute_gradient_norm
 from outsize.runtime.measured_memory import MemoryMeter
 from outsize.runtime.memory_limit import readable_out_of_memory
 from outsize.runtime.mesh import ProcessMesh
 from outsize.runtime.microbatches import BatchSplitter
+from outsize.runtime.model_state import initialise_optimizer_state, state_entries
 from outsize.runtime.stage_executor import StageExecutor
 from outsize.runtime.tied_parameters import TiedParameters
 
-__all__ = ["Execution", "HeldParameters", "ParallelModel", "StepResult"]
+__all__ = ["Execution", "HeldState", "ParallelModel", "StepResult"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +50,17 @@ class Execution:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldParameters:
-    """This process's parameters by full name (tied ones by the first), and who counts them in a norm."""
+class HeldState:
+    """What this process holds of the model, by full name (tied parameters by their first)."""
 
-    by_name: Mapping[str, nn.Parameter]
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, torch.Tensor]  # those that a state dict has
+    placements: Mapping[str, Shard]  # of the parameters that are split over tp
     tied: TiedParameters
-    is_counted: Callable[[str], bool]
+
+    def is_counted(self, name: str, mesh: ProcessMesh) -> bool:
+        """Whether this process counts the parameter in a norm: shards all do, copies one of them does."""
+        return self.tied.is_counted_here(name) and (name in self.placements or mesh.coordinates["tp"] == 0)
 
 
 class ParallelModel:
@@ -64,7 +74,7 @@ class ParallelModel:
         plan: Plan,
         mesh: ProcessMesh,
         module: nn.Module,
-        held: HeldParameters,
+        held: HeldState,
         memory: MemoryMeter,
         optimizer: torch.optim.Optimizer,
         training: Execution,
@@ -81,7 +91,7 @@ class ParallelModel:
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The parameters (or shards) that this process holds, by full name; tied ones by their first name."""
-        return self._held.by_name
+        return self._held.parameters
 
     def train_step(self, batch: Any) -> StepResult:
         """Update the parameters with one global batch.
@@ -105,7 +115,8 @@ class ParallelModel:
             loss += self._training.executor.train(microbatches)
         sum_gradients(list(self.parameters.values()), self.mesh.group("dp"))
         self._held.tied.sum_gradients(self.parameters)
-        norm = compute_gradient_norm(self.parameters, self.mesh, self._held.is_counted)
+        counted = {n: p for n, p in self.parameters.items() if self._held.is_counted(n, self.mesh)}
+        norm = compute_gradient_norm(counted.values(), self.mesh)
         return StepResult(self._known_to_all(loss), norm.item(), counts[0])
 
     def evaluate(self, batch: Any) -> float:
@@ -126,6 +137,28 @@ class ParallelModel:
             for part, mode in self._training_modes.items():
                 part.training = mode
         return self._known_to_all(loss)
+
+    def save_checkpoint(self, folder: Path) -> Path:
+        """Save parameters, buffers and optimizer below ``folder``; return the checkpoint's path.
+
+        It loads under any other plan of the same model and optimizer.
+        """
+        return save_entries(folder, self.num_steps, self._entries())
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Go on from the newest checkpoint below ``folder``, or from ``folder`` itself if it is one.
+
+        Raises:
+            LaunchError: there is no complete checkpoint.
+            PlanError: it is of another model or optimizer; nothing was changed.
+        """
+        checkpoint = find_checkpoint(folder)
+        initialise_optimizer_state(self.optimizer, self.parameters, saved_names(checkpoint))
+        self.num_steps = load_entries(checkpoint, self._entries())
+
+    def _entries(self) -> dict[str, CheckpointEntry]:
+        held = self._held
+        return state_entries(held.parameters, held.buffers, self.optimizer, held.placements, self.mesh)
 
     def _known_to_all(self, loss: torch.Tensor) -> float:
         """Add up the loss over replicas and let every pipeline rank know it (others than the last have 0)."""

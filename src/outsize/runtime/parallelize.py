@@ -9,18 +9,21 @@ import torch
 from torch import nn
 
 from outsize.model.deferred import DeferredModel, build_deferred
-from outsize.model.record import record_module
+from outsize.model.record import Granularity, record_module
 from outsize.model.source import resize_batch
 from outsize.plan.plan import Plan
+from outsize.runtime.collectives import set_axis_group
 from outsize.runtime.materialise import held_names, materialise_parts
 from outsize.runtime.measured_memory import start_measuring
 from outsize.runtime.memory_limit import apply_memory_limit, readable_out_of_memory
 from outsize.runtime.mesh import ProcessMesh, make_process_mesh
 from outsize.runtime.microbatches import BatchSplitter
+from outsize.runtime.model_state import persistent_buffers
 from outsize.runtime.optimizer import build_optimizer
-from outsize.runtime.parallel_model import Execution, HeldParameters, ParallelModel
+from outsize.runtime.parallel_model import Execution, HeldState, ParallelModel
 from outsize.runtime.runnable import check_runnable
 from outsize.runtime.stage_placement import StagePlacement, place_stages
+from outsize.runtime.tensor_parallel import parameter_placements, select_shard
 from outsize.runtime.tied_parameters import TiedParameters
 
 __all__ = ["parallelize"]
@@ -48,16 +51,22 @@ def parallelize(
     """
     check_runnable(plan)
     mesh = make_process_mesh(plan.mesh, torch.device(device))
+    tensor_parallel_group = mesh.group("tp")
+    if tensor_parallel_group is not None:
+        set_axis_group("tp", tensor_parallel_group, plan.seed)
     deferred = build_deferred(factory, seed=plan.seed)
     microbatch = resize_batch(sample_batch, plan.microbatch_size)
+
+    granularity: Granularity = "blocks" if plan.sharding is None else "operators"
 
     def place() -> StagePlacement:
         """Record the module in its present mode, training or not, and cut the recording into stages."""
         with torch.enable_grad():
-            return place_stages(plan, record_module(deferred.module, microbatch))
+            recording = record_module(deferred.module, microbatch, granularity=granularity)
+        return place_stages(plan, recording)
 
     def make_execution(placement: StagePlacement) -> Execution:
-        splitter = BatchSplitter(placement.program, plan, mesh.coordinates["dp"], mesh.device)
+        splitter = BatchSplitter(placement.recording, plan, mesh.coordinates["dp"], mesh.device)
         return Execution(placement.make_executor(deferred, mesh), splitter)
 
     placement = place()
@@ -66,30 +75,33 @@ def parallelize(
         apply_memory_limit(plan.device_memory_bytes)
     with readable_out_of_memory(mesh.rank, plan.device_memory_bytes, "building its part of the model"):
         own = placement.slices_of(mesh.coordinates["pp"])
-        materialise_parts(deferred, own, device=mesh.device, seed=plan.seed)
-    held = _held_parameters(deferred, placement, mesh)
+        select = None if plan.sharding is None else select_shard(plan.sharding, mesh.coordinates["tp"])
+        materialise_parts(deferred, own, device=mesh.device, seed=plan.seed, select=select)
+    held = _held_state(deferred, placement, plan, mesh)
     return ParallelModel(
         plan=plan,
         mesh=mesh,
         module=deferred.module,
         held=held,
         memory=memory,
-        optimizer=build_optimizer(plan.optimizer, held.by_name.values()),
+        optimizer=build_optimizer(plan.optimizer, held.parameters.values()),
         training=make_execution(placement),
         make_evaluation=lambda: make_execution(place()),
     )
 
 
-def _held_parameters(deferred: DeferredModel, placement: StagePlacement, mesh: ProcessMesh) -> HeldParameters:
+def _held_state(
+    deferred: DeferredModel, placement: StagePlacement, plan: Plan, mesh: ProcessMesh
+) -> HeldState:
     parameters = dict(deferred.module.named_parameters(remove_duplicate=False))
-    by_rank = [
-        [
-            deferred.ties.get(name, name)
-            for name in held_names(deferred, placement.slices_of(rank))
-            if name in parameters
-        ]
-        for rank in range(mesh.mesh.pp)
+    names_by_rank = [held_names(deferred, placement.slices_of(rank)) for rank in range(plan.mesh.pp)]
+    parameters_by_rank = [
+        [deferred.ties.get(name, name) for name in names if name in parameters] for names in names_by_rank
     ]
-    tied = TiedParameters(mesh, by_rank)
-    own = {name: parameters[name] for name in by_rank[mesh.coordinates["pp"]]}
-    return HeldParameters(own, tied, tied.is_counted_here)
+    here = mesh.coordinates["pp"]
+    return HeldState(
+        parameters={name: parameters[name] for name in parameters_by_rank[here]},
+        buffers=persistent_buffers(deferred.module, set(names_by_rank[here])),
+        placements=parameter_placements(plan.sharding) if plan.sharding is not None else {},
+        tied=TiedParameters(mesh, parameters_by_rank),
+    )

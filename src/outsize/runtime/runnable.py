@@ -14,17 +14,22 @@ def check_runnable(plan: Plan) -> None:
     Raises:
         PlanError: with what is not possible, and what is.
     """
-    not_yet = [axis for axis in ("fsdp", "cp", "ep", "tp") if getattr(plan.mesh, axis) > 1]
+    not_yet = [axis for axis in ("fsdp", "cp", "ep") if getattr(plan.mesh, axis) > 1]
     for has, what in (
         (not_yet, f"a mesh with {', '.join(not_yet)}"),
         (plan.state_sharding != "none", f"state sharding {plan.state_sharding!r}"),
         (plan.sequence_parallel, "sequence-parallel activations"),
+        (
+            plan.mesh.tp != (plan.sharding.degree if plan.sharding else 1),
+            f"a mesh with tp {plan.mesh.tp}, and holds operator splits for "
+            f"{plan.sharding.degree if plan.sharding else 'none'}",
+        ),
         (plan.precision != "fp32", f"precision {plan.precision!r}"),
     ):
         if has:
             raise PlanError(
                 f"The plan asks for {what}, which cannot be trained.",
-                why="The runtime trains pipelines and replicas, in the precision of the model's parameters.",
+                why="It trains pipelines, split operators and replicas, in the precision of the parameters.",
                 attempt="outsize plan without forcing it.",
             )
     parts = plan.mesh.dp * plan.gradient_accumulation_steps * plan.schedule.num_microbatches

@@ -18,14 +18,20 @@ from outsize.plan.schedule_validation import validate_schedule
 from outsize.runtime.mesh import ProcessMesh
 from outsize.runtime.pipeline import PipelineExecutor
 from outsize.runtime.stage_executor import OneProcessExecutor, StageExecutor
+from outsize.runtime.tensor_parallel import lower
 
 __all__ = ["StagePlacement", "place_stages"]
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlacement:
-    """The slices of a program, in order, and the schedule that says which pipeline rank runs which."""
+    """The slices of a program, in order, and the schedule that says which pipeline rank runs which.
 
+    ``recording`` is the program as the model runs it; ``program`` is what this rank runs of it, on local
+    shapes where operators are split.
+    """
+
+    recording: Program
     program: Program
     slices: Sequence[Slice]
     schedule: Schedule
@@ -47,14 +53,14 @@ class StagePlacement:
         return PipelineExecutor(self.schedule, stages, group, mesh.device)
 
 
-def place_stages(plan: Plan, program: Program) -> StagePlacement:
-    """Cut the program where the plan says, and make its schedule.
+def place_stages(plan: Plan, recording: Program) -> StagePlacement:
+    """Lower the recording where the plan splits operators, cut it where the plan says, make its schedule.
 
     Raises:
         PlanError: the plan's cuts are not cuts of this program, or its schedule cannot run.
         RecordingError: the model returns no loss.
     """
-    if program.loss_value is None:
+    if recording.loss_value is None:
         raise RecordingError(
             "The model returns no loss.",
             why="Training differentiates an output named loss, or the only scalar one.",
@@ -76,5 +82,6 @@ def place_stages(plan: Plan, program: Program) -> StagePlacement:
         num_virtual_stages=num_virtual if num_virtual > 1 else None,
     )
     validate_schedule(schedule)
+    program = recording if plan.sharding is None else lower(recording, plan.sharding)
     cuts = [find_cut(program, stage.begins_at) for stage in plan.stages[1:]]
-    return StagePlacement(program, slice_program(program, cuts), schedule)
+    return StagePlacement(recording, program, slice_program(program, cuts), schedule)

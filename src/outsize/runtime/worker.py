@@ -91,7 +91,12 @@ def run_rank(job: TrainingJob) -> RankReport:
             num_validation_batches=job.num_validation_batches,
             show_progress=job.show_progress,
         )
+        checkpoints = Path(job.run_directory) / "checkpoints"
+        if job.resume:
+            model.load_checkpoint(checkpoints)
         summary = trainer.train(job.num_steps)
+        if job.write_checkpoint:
+            model.save_checkpoint(checkpoints)
         return _report(model.mesh.rank, summary, model.memory.measure_peak_bytes())
     finally:
         if dist.is_initialized():
