@@ -76,7 +76,7 @@ class Cluster:
     @cached_property
     def is_uniform(self) -> bool:
         """Whether all machines hold the same devices behind the same link."""
-        return len(self._distinct_machines) == 1
+        return len(self._distinct_machines) == len(self.distinct_devices) == 1
 
     @cached_property
     def _first_ranks(self) -> list[int]:
