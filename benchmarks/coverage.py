@@ -19,12 +19,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from coverage_families import FAMILIES, Family
-from sliced_run import even_cuts, run_sliced, run_whole, worst_relative_error
 
+from coverage_families import FAMILIES, Family
 from outsize.errors import OutsizeError
 from outsize.model.cuts import cut_points
 from outsize.model.record import record_module
+from sliced_run import even_cuts, run_sliced, run_whole, worst_relative_error
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def run_whole(module: nn.Module, batch: Any) -> tuple[float, dict[str, torch.Ten
     loss = loss_tensor(module(*args, **kwargs))
     assert loss is not None
     loss.backward()
-    return float(loss), gradients_of(module)
+    return float(loss.detach()), gradients_of(module)
 
 
 def run_sliced(
@@ -65,7 +65,7 @@ def run_sliced(
         ]
         if pairs:
             torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
-    return float(calls[-1][1][0]), gradients_of(module), sent_bytes
+    return float(calls[-1][1][0].detach()), gradients_of(module), sent_bytes
 
 
 def worst_relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

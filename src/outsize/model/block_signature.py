@@ -11,9 +11,10 @@ from torch import nn
 from outsize.model.program import Node, NodeKind, Program, Ref
 from outsize.model.slice import Slice
 
-__all__ = ["module_signature", "slice_signature"]
+__all__ = ["PLAIN", "module_signature", "slice_signature"]
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+# Arguments and settings that compare by value.
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 def slice_signature(program: Program, part: Slice, module: nn.Module) -> Hashable:
@@ -47,7 +48,7 @@ def _node_signature(node: Node, program: Program, local: dict[int, int], module:
 
 
 def _literal(argument: Any) -> Hashable:
-    return argument if isinstance(argument, _PLAIN) else type(argument).__qualname__
+    return argument if isinstance(argument, PLAIN) else type(argument).__qualname__
 
 
 def module_signature(module: nn.Module) -> Hashable:
@@ -69,7 +70,7 @@ def module_signature(module: nn.Module) -> Hashable:
 
 def _settings(part: nn.Module) -> Iterator[tuple[str, str]]:
     for key, value in vars(part).items():
-        if isinstance(value, _PLAIN) and not key.startswith("_") and not key.endswith(("idx", "index")):
+        if isinstance(value, PLAIN) and not key.startswith("_") and not key.endswith(("idx", "index")):
             yield key, str(value)
 
 

@@ -20,6 +20,7 @@ from outsize.model.library_settings import training_settings
 from outsize.model.loss_terms import find_loss_terms
 from outsize.model.program import NodeKind, Program, TensorSpec
 from outsize.model.recorder import LeafMustOpen, Recorder
+from outsize.model.repeated_calls import RepeatedCalls
 from outsize.model.shapes import shapes_only
 
 __all__ = ["Granularity", "loss_tensor", "record_module"]
@@ -36,6 +37,13 @@ def record_module(module: nn.Module, batch: Any, *, granularity: Granularity = "
     Raises:
         RecordingError: the forward fails on tensors without values, or hides where a value comes from.
     """
+    try:
+        return _record(module, batch, granularity, reuse=True)
+    except RecordingError:  # perhaps a block was needed that only looked like an earlier one
+        return _record(module, batch, granularity, reuse=False)
+
+
+def _record(module: nn.Module, batch: Any, granularity: Granularity, *, reuse: bool) -> Program:
     entries, layout = flatten_batch(batch)
     opened = initially_open(module)
     for _ in range(_MAX_RECORDINGS):
@@ -45,7 +53,7 @@ def record_module(module: nn.Module, batch: Any, *, granularity: Granularity = "
                 fakes = {name: fake_tensor_like(tensor, shapes.mode) for name, tensor in entries.items()}
                 args, kwargs = layout.restore(fakes)
                 recorder = Recorder(module, fakes, KnownValues(entries, fakes), shapes)
-                output = _run(recorder, module, leaves, args, kwargs)
+                output = _run(recorder, module, leaves, args, kwargs, reuse=reuse)
                 return _finish(recorder, output, num_samples=_num_samples(entries))
         except LeafMustOpen as signal:
             _open(module, opened, leaves, signal.names)
@@ -75,12 +83,19 @@ def _open(module: nn.Module, opened: set[str], leaves: list[str], names: set[str
 
 
 def _run(
-    recorder: Recorder, module: nn.Module, leaves: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: Recorder,
+    module: nn.Module,
+    leaves: list[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    reuse: bool,
 ) -> Any:
+    repeated = RepeatedCalls() if reuse else None
     with ExitStack() as stack:
         stack.enter_context(_track_modules(recorder, module))
         for name in leaves:
-            stack.enter_context(_leaf_calls_recorded(recorder, name, module.get_submodule(name)))
+            stack.enter_context(_leaf_calls_recorded(recorder, name, module.get_submodule(name), repeated))
         stack.enter_context(recorder)
         try:
             return module(*args, **kwargs)
@@ -124,7 +139,9 @@ def _leaving(recorder: Recorder) -> Callable[..., None]:
 
 
 @contextmanager
-def _leaf_calls_recorded(recorder: Recorder, name: str, leaf: nn.Module) -> Iterator[None]:
+def _leaf_calls_recorded(
+    recorder: Recorder, name: str, leaf: nn.Module, repeated: RepeatedCalls | None
+) -> Iterator[None]:
     """Write a call of ``leaf`` as one node while inside."""
     original = leaf.forward
 
@@ -132,25 +149,50 @@ def _leaf_calls_recorded(recorder: Recorder, name: str, leaf: nn.Module) -> Iter
         if recorder.leaf is not None:
             return original(*args, **kwargs)
         arguments = recorder.flatten_arguments(args, kwargs)
-        recorder.leaf = name
+        versions = _versions(args, kwargs)
+        recorder.leaf, recorder.leaf_is_random = name, False
         try:
-            result = original(*args, **kwargs)
+            result = _run_or_repeat(original, leaf, repeated, args, kwargs)
         finally:
             recorder.leaf = None
-        recorder.add_call(NodeKind.MODULE, name, arguments, result, is_random=_draws_random_numbers(leaf))
+        mutated = [tensor for tensor, version in versions if tensor._version != version]
+        recorder.add_call(
+            NodeKind.MODULE, name, arguments, result, mutated=mutated, is_random=recorder.leaf_is_random
+        )
         return result
 
+    own = leaf.__dict__.get("forward")  # set by libraries that wrap modules
     leaf.forward = forward
     try:
         yield
     finally:
-        del leaf.__dict__["forward"]
+        if own is None:
+            del leaf.__dict__["forward"]
+        else:
+            leaf.forward = own
 
 
-def _draws_random_numbers(module: nn.Module) -> bool:
-    return module.training and any(
-        isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in module.modules()
-    )
+def _versions(args: Any, kwargs: Any) -> list[tuple[torch.Tensor, int]]:
+    """Return the tensors among arguments with how often each was written in place so far."""
+    return [
+        (leaf, leaf._version) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def _run_or_repeat(
+    forward: Callable[..., Any], leaf: nn.Module, repeated: RepeatedCalls | None, args: Any, kwargs: Any
+) -> Any:
+    """Run a block, or return what an alike call returned."""
+    key = None if repeated is None else repeated.key(leaf, args, kwargs)
+    if repeated is None or key is None:
+        return forward(*args, **kwargs)
+    is_known, result = repeated.result(key, args, kwargs)
+    if not is_known:
+        versions = _versions(args, kwargs)
+        result = forward(*args, **kwargs)
+        if all(tensor._version == version for tensor, version in versions):
+            repeated.remember(key, args, kwargs, result)
+    return result
 
 
 def _finish(recorder: Recorder, output: Any, num_samples: int) -> Program:

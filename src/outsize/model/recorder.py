@@ -49,6 +49,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.guards: list[Guard] = []
         self.escaped: set[str] = set()
         self.leaf: str | None = None  # the leaf whose forward is running
+        self.leaf_is_random = False  # it drew random numbers
         self.module_stack: list[str] = [""]
         self._value_of: dict[int, int] = {}  # id(tensor) -> value
         self._value_at: dict[tuple[Any, ...], int] = {}  # memory and layout -> value, for re-wrapped tensors
@@ -132,9 +133,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mutated: Sequence[torch.Tensor] = (),
         is_random: bool = False,
     ) -> None:
-        """Write a node for a call whose flattened arguments already hold references."""
+        """Write a node for a call whose flattened arguments already hold references.
+
+        An argument that a module returns as it is stays the value that it was.
+        """
         leaves, _ = tree_flatten(result)
-        positions = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        given = {argument.value for argument in arguments[0] if isinstance(argument, Ref)}
+        given -= {self._value_of[id(tensor)] for tensor in mutated if id(tensor) in self._value_of}
+        positions = [
+            index
+            for index, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor)
+            and not (kind is NodeKind.MODULE and self._value_of.get(id(leaf)) in given)
+        ]
         mutates = tuple(self._value_of[id(tensor)] for tensor in mutated if id(tensor) in self._value_of)
         self._add(
             kind,
@@ -161,6 +172,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator and write it down, or only watch it when a leaf is running."""
         kwargs = kwargs or {}
         if self.leaf is not None:
+            self.leaf_is_random |= torch.Tag.nondeterministic_seeded in func.tags
             result = self._execute(func, args, kwargs)[0]
             self._watch(result, self.leaf)
             return result
