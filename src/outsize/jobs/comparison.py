@@ -9,6 +9,7 @@ from outsize.errors import DoesNotFitError
 from outsize.jobs.planning import PlanRequest, plan_profile
 from outsize.jobs.training import RunSettings, run_under_plan
 from outsize.model.profile import ModelProfile
+from outsize.model.source import ModelSource
 from outsize.plan.plan import Mesh, Plan, ScheduleSpec, StageSpec, Verdict
 from outsize.report.trial_table import Trial
 
@@ -26,6 +27,7 @@ class Candidate:
 def try_candidate(
     candidate: Candidate,
     profile: ModelProfile,
+    source: ModelSource,
     request: PlanRequest,
     verdicts: tuple[Verdict, ...],
     directory: Path,
@@ -40,7 +42,7 @@ def try_candidate(
         plan = (
             _replica_plan(candidate, request, verdict)
             if is_hopeless and verdict is not None
-            else plan_profile(profile, replace(request, mesh=candidate.mesh)).best
+            else plan_profile(profile, source, replace(request, mesh=candidate.mesh)).best
         )
         settings = RunSettings(num_steps=3, write_checkpoint=False, show_progress=False)
         reports = run_under_plan(plan, request, settings, directory / candidate.strategy)

@@ -40,9 +40,10 @@ def run_demo(*, name: str, num_steps: int) -> None:
     """
     console = Console()
     directory = choose_run_directory(name)
-    profile = profile_model(load_model(DEMO_REQUEST.model))
+    source = load_model(DEMO_REQUEST.model)
+    profile = profile_model(source)
     console.rule("1. Which technique trains it here?")
-    result = plan_profile(profile, DEMO_REQUEST)
+    result = plan_profile(profile, source, DEMO_REQUEST)
     console.print(
         f"A language model of {format_count(profile.num_parameters)} parameters, AdamW, "
         f"on {DEMO_REQUEST.cluster}: four local processes, each held to that memory."
@@ -54,7 +55,9 @@ def run_demo(*, name: str, num_steps: int) -> None:
     trials = []
     for candidate in _CANDIDATES:
         with console.status(f"three steps of {candidate.strategy}"):
-            trial = try_candidate(candidate, profile, DEMO_REQUEST, result.verdicts, directory / "trials")
+            trial = try_candidate(
+                candidate, profile, source, DEMO_REQUEST, result.verdicts, directory / "trials"
+            )
         trials.append(trial)
         if trial.failure:
             console.print(f"{candidate.strategy}: {trial.failure}", style="red", highlight=False)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outsize.errors import PlanError
 from outsize.model.profile import ModelProfile
 from outsize.plan.plan import Mesh, OptimizerSpec, Plan
 from outsize.planner.search import PlanningResult, plan_job
+
+if TYPE_CHECKING:
+    from outsize.model.source import ModelSource
 
 __all__ = ["PlanRequest", "find_plan", "plan_profile"]
 
@@ -49,12 +53,14 @@ def find_plan(request: PlanRequest) -> Plan:
     from outsize.model.argument import load_model
     from outsize.model.profiling import profile_model
 
-    return plan_profile(profile_model(load_model(request.model, sequence=request.sequence)), request).best
+    source = load_model(request.model, sequence=request.sequence)
+    return plan_profile(profile_model(source), source, request).best
 
 
-def plan_profile(profile: ModelProfile, request: PlanRequest) -> PlanningResult:
-    """Plan a model that is already profiled."""
+def plan_profile(profile: ModelProfile, source: ModelSource, request: PlanRequest) -> PlanningResult:
+    """Plan a model that is already profiled; the best plan holds all that training under it needs."""
     from outsize.cluster.argument import parse_cluster
+    from outsize.planner.operator_splits import add_operator_splits
 
     assert request.cluster is not None
     result = plan_job(
@@ -67,4 +73,4 @@ def plan_profile(profile: ModelProfile, request: PlanRequest) -> PlanningResult:
         num_microbatches=request.num_microbatches,
     )
     best = replace(result.best, model=request.model, cluster=request.cluster, seed=request.seed)
-    return replace(result, best=best)
+    return replace(result, best=add_operator_splits(best, source))

@@ -1,0 +1,26 @@
+"""Completes a plan whose mesh has a tensor-parallel axis with how each operator runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outsize.model.deferred import build_deferred
+from outsize.model.record import record_module
+from outsize.model.source import ModelSource
+from outsize.plan.plan import Plan
+from outsize.planner.sharding import plan_sharding
+
+__all__ = ["add_operator_splits"]
+
+
+def add_operator_splits(plan: Plan, source: ModelSource) -> Plan:
+    """Return the plan with the split of every operator over its ``tp`` axis; others stay as they are.
+
+    Raises:
+        PlanError: no operator of the model can be split over that many devices.
+    """
+    if plan.mesh.tp == 1:
+        return plan
+    module = build_deferred(source.factory).module
+    program = record_module(module, source.sample_batch(plan.microbatch_size), granularity="operators")
+    return replace(plan, sharding=plan_sharding(program, plan.mesh.tp))
