@@ -52,6 +52,7 @@ class _Entry:
     reads: tuple[int, ...]  # storages
     creates: tuple[tuple[int, int], ...]  # (position in the flattened result, storage)
     writes: tuple[int, ...]  # storages
+    default_dtype: torch.dtype  # that torch had then: some operations make tensors of it
     overwrites: bool  # the one storage written is filled as a whole, whatever it held
 
 
@@ -118,6 +119,7 @@ class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reads=tuple(reads),
             creates=creates,
             writes=writes,
+            default_dtype=torch.get_default_dtype(),
             overwrites=_fills(func) and len(writes) == 1 and _fills_its_storage(leaves[written[0]], leaves),
         )
         for storage in (*(storage for _, storage in creates), *writes):
@@ -207,7 +209,8 @@ class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs["device"] = torch.device("cpu")
         if _is_random(entry.function):
             torch.manual_seed(self._stream(index, seed))
-        results = tree_flatten(entry.function(*args, **kwargs))[0]
+        with _default_dtype(entry.default_dtype):
+            results = tree_flatten(entry.function(*args, **kwargs))[0]
         for position, storage in entry.creates:
             held[storage] = results[position]
 
@@ -229,6 +232,16 @@ def _is_random(function: Callable[..., Any]) -> bool:
     if isinstance(function, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in function.tags
     return function is not torch.clone
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:
@@ -255,10 +268,8 @@ def _view(tensor: torch.Tensor) -> _View:
 
 
 def _look(held: dict[int, torch.Tensor], view: _View) -> torch.Tensor:
-    base = held[view.storage]
-    if base.dtype != view.dtype:
-        base = base.view(view.dtype)
-    return torch.as_strided(base, view.shape, view.stride, view.offset)
+    storage = held[view.storage].untyped_storage()
+    return torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.shape, view.stride)
 
 
 def _written_positions(func: Any, leaves: list[Any], structure: TreeSpec) -> list[int]:
