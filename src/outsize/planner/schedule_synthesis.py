@@ -27,7 +27,7 @@ _DEPTH_SHARES = (1.0, 0.85, 1.3, 0.75, 1.16, 0.93, 1.55)
 _FILL_TOLERANCES = (0.5, 1.0, 0.0)
 _HOLD_BACKS = (0.0, 1.0, 1.5, 2.0, 2.5, 2.75, 3.0, 4.0)  # Ws held back for each rank before: ZB-H1 has 1
 _BUILT_ACTIONS = 500_000  # for schedules built by policy: a few seconds, whatever their size
-_TIMED_ACTIONS = 1_500_000  # for the improvement of one schedule: one or two seconds, whatever its size
+_TIMED_ACTIONS = 1_000_000  # for the improvement of one schedule: about a second, whatever its size
 _NUM_IMPROVED = 3
 _EQUAL = 1 + 1e-9
 
