@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,10 @@ from outsize.runtime.parameter_server.settings import Settings
 from outsize.runtime.parameter_server.update_policy import UpdatePolicy
 from outsize.runtime.parameter_server.worker import StepFunction, Worker
 
-__all__ = ["Job", "make_settings", "running_job"]
+# The store looks up its peers' names; where no name server answers, that must not cost five seconds each.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+__all__ = ["Job", "make_settings", "running_job", "servers_in_threads"]
 
 
 def make_settings(
@@ -102,6 +106,18 @@ def running_job(
         yield job
     finally:
         job.end()
+
+
+@contextmanager
+def servers_in_threads(
+    settings: Settings, initial: Callable[[Shard], torch.Tensor] | None = None
+) -> Iterator[Coordinator]:
+    """Start servers as threads of this process: the same sessions and messages, without new processes."""
+    with Coordinator("test", settings) as coordinator:
+        for index in range(settings.layout.num_servers):
+            threading.Thread(target=Server(coordinator.membership, index).run, daemon=True).start()
+        coordinator.initialise(initial or (lambda shard: torch.zeros(shard.shape)))
+        yield coordinator
 
 
 def _run_server(membership: Membership, index: int) -> None:

@@ -24,6 +24,7 @@ __all__ = ["WorkerFailedError", "preloaded_context", "run_distributed"]
 # Forked workers inherit these from the fork server, which imports them once (about five seconds).
 _PRELOADED = [
     "torch",
+    "torch._dynamo",  # imported by the first optimizer
     "torch.distributed.pipelining",
     "torch.distributed.checkpoint",
     "torch._dynamo",  # imported by the first fake tensor

@@ -123,6 +123,10 @@ class ServerClient:
             else self._push_all(buffers, push_id)
         )
 
+    def claim(self, push_id: int) -> Message:
+        """Ask server 0 whether a push from the last pull counts; where servers must agree, ``push`` does."""
+        return _checked(self._sessions[0].ask(Message(Kind.CLAIM, [push_id, min(self.versions)])))
+
     def read_rows(self, name: str, rows: slice | torch.Tensor) -> torch.Tensor:
         """Return rows of a table by indices or by a slice, also one with a negative step."""
         if isinstance(rows, slice):
@@ -166,8 +170,7 @@ class ServerClient:
         self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], push_id: int
     ) -> PushOutcome:
         """Ask server 0 whether the push counts; send it there last, so that it never has one others lack."""
-        version_read = min(self.versions)
-        claim = _checked(self._sessions[0].ask(Message(Kind.CLAIM, [push_id, version_read])))
+        claim, version_read = self.claim(push_id), min(self.versions)
         if claim.kind != Kind.DONE:
             return self._note([claim])
         ticket, versions = claim.value(0), [version_read] * len(buffers)

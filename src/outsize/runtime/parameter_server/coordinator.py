@@ -7,6 +7,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from outsize.runtime.parameter_server.layout import Shard
 from outsize.runtime.parameter_server.lost import PeerLostError, ServerLostError, StepFailedError
 from outsize.runtime.parameter_server.membership import host_store
 from outsize.runtime.parameter_server.protocol import Kind
-from outsize.runtime.parameter_server.server_control import ServerControl
+from outsize.runtime.parameter_server.server_control import STOP_TIMEOUT_S, ServerControl
 from outsize.runtime.parameter_server.session import Listener, Message, Session
 from outsize.runtime.parameter_server.settings import SETTINGS_KEY, Settings
 from outsize.runtime.parameter_server.step_argument import argument_for, check_argument
@@ -34,13 +35,13 @@ class Coordinator:
 
     ::
 
-        coordinator = Coordinator("job", settings)
-        ... start servers and workers with coordinator.membership ...
-        coordinator.initialise(lambda shard: torch.zeros(shard.shape))
-        for batch in range(100):
-            coordinator.schedule("train", {"batch": batch})
-        coordinator.join()
-        coordinator.save(folder)
+        with Coordinator("job", settings) as coordinator:
+            ... start servers and workers with coordinator.membership ...
+            coordinator.initialise(lambda shard: torch.zeros(shard.shape))
+            for batch in range(100):
+                coordinator.schedule("train", {"batch": batch})
+            coordinator.join()
+            coordinator.save(folder)
     """
 
     def __init__(
@@ -66,12 +67,15 @@ class Coordinator:
         self._push_ids = itertools.count()
         self._epoch = 0  # a worker connects to the servers anew when it changes
         self._workers: dict[int, Session] = {}
+        self._running: dict[int, StepFuture] = {}
+        self._is_stopped = False
         self._lock = threading.Lock()
         self._ignored: Counter[str] = Counter()
         self._alone: threading.Timer | None = None
         self._servers = ServerControl(self.membership, settings, self._on_server_lost)
         self._listener = Listener(self.membership, "coordinator", self._serve)
-        threading.Thread(target=self._listener.run, daemon=True).start()
+        self._accepting = threading.Thread(target=self._listener.run, daemon=True)
+        self._accepting.start()
         self._note_workers()
 
     def initialise(self, initial: Callable[[Shard], torch.Tensor]) -> None:
@@ -148,13 +152,24 @@ class Coordinator:
         return self._servers.statistics()
 
     def stop(self) -> None:
-        """Stop workers and servers."""
+        """Stop workers and servers, and wait for them to go; a second call does nothing."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         self._queue.close()
-        self._servers.stop()
         self._listener.stop()
+        self._accepting.join(STOP_TIMEOUT_S)
+        self._listener.join(STOP_TIMEOUT_S)
+        self._servers.stop()
         with self._lock:
             if self._alone is not None:
                 self._alone.cancel()
+
+    def __enter__(self) -> Coordinator:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
 
     def _admit_workers(self) -> None:
         self._ignored.clear()
@@ -163,13 +178,14 @@ class Coordinator:
 
     def _serve(self, session: Session, worker: int) -> None:
         """Feed one worker until it is lost, replaced or no longer needed."""
-        session.set_timeout(self._step_timeout_s)
+        session.timeout_s = self._step_timeout_s
         with self._lock:
             replaced = self._workers.get(worker)
             self._workers[worker] = session
             self._note_workers()
-        if replaced is not None:
-            replaced.close()
+            abandoned = self._running.pop(worker, None) if replaced is not None else None
+        if abandoned is not None:
+            self._queue.put_back(abandoned)  # the replaced worker may be frozen: its answer counts no more
         while self._run_one(session, worker):
             pass
         with self._lock:
@@ -180,20 +196,39 @@ class Coordinator:
     def _run_one(self, session: Session, worker: int) -> bool:
         """Run the next step on a worker; return whether the worker can go on."""
         future = self._queue.take()
-        try:
-            if future is None:
+        if future is None:
+            with suppress(PeerLostError):
                 session.send(Message(Kind.STOP))
-                return False
-            if self._workers.get(worker) is not session:
-                self._queue.put_back(future)
-                return False
+            return False
+        if not self._start(session, worker, future):
+            self._queue.put_back(future)
+            return False
+        try:
             answer = session.ask(self._request(future, worker))
         except PeerLostError:
-            if future is not None:
+            if self._end(session, worker):
                 self._queue.put_back(future)
             return False
-        self._settle(future, answer, worker)
-        return True
+        if self._end(session, worker):
+            self._settle(future, answer, worker)
+            return True
+        return False
+
+    def _start(self, session: Session, worker: int, future: StepFuture) -> bool:
+        """Note what a worker runs, unless it has been replaced."""
+        with self._lock:
+            if self._workers.get(worker) is session:
+                self._running[worker] = future
+                return True
+            return False
+
+    def _end(self, session: Session, worker: int) -> bool:
+        """Note that a worker's step ended; False if it was replaced, and its step given to another."""
+        with self._lock:
+            if self._workers.get(worker) is session:
+                del self._running[worker]
+                return True
+            return False
 
     def _request(self, future: StepFuture, worker: int) -> Message:
         data = [future.step, argument_for(future.argument, worker)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ from outsize.runtime.parameter_server.lost import CoordinatorLostError
 __all__ = ["Membership", "host_store"]
 
 _JOB_KEY = "job"
+_BACKLOG = 1024
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,21 @@ class Membership:
 
 
 def host_store(job: str, address: str = "127.0.0.1", port: int = 0) -> tuple[TCPStore, Membership]:
-    """Start the store of a job; it lives as long as the returned object. Port 0 takes a free one.
+    """Start the store of a job on this address only; it lives as long as the returned object.
+
+    Port 0 takes a free one.
 
     Raises:
         LaunchError: the address cannot be used.
     """
     try:
-        store = TCPStore(address, port, is_master=True, wait_for_workers=False)
-    except RuntimeError as error:
-        raise LaunchError(f"cannot listen on {address} port {port}", why=str(error).splitlines()[0]) from None
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise LaunchError(f"cannot listen on {address} port {port}", why=str(error)) from None
+    port = listener.getsockname()[1]
+    descriptor = listener.detach()
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
     store.set(_JOB_KEY, job)
     return store, Membership(address, store.port, job, address)
 

@@ -39,6 +39,7 @@ class Kind(IntEnum):
     SAVE = auto()  # data: folder
     LOAD = auto()  # data: folder
     STATISTICS = auto()
+    WATCH = auto()  # answered when the server stops in good order
     STOP = auto()
     RUN_STEP = auto()  # coordinator to worker: [push id]; data: step and argument
     DONE = auto()  # an answer: numbers, data and buffers of the request's kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from outsize.runtime.parameter_server.settings import Settings
 
 __all__ = ["Server"]
 
+STOP_TIMEOUT_S = 5.0
+"""How long sessions may take to end in good order."""
+
 
 class Server:
     """Holds shards and runs their optimizer. One thread a session; the state has a lock of its own."""
@@ -33,6 +37,7 @@ class Server:
     def __init__(self, membership: Membership, index: int) -> None:
         self._index = index
         self._state: ServerState | None = None
+        self._stopped = threading.Event()
         self._listener = Listener(membership, f"server/{index}", self._serve)
 
     def run(self) -> None:
@@ -41,7 +46,11 @@ class Server:
         Raises:
             CoordinatorLostError: the coordinator died.
         """
-        self._listener.run()
+        try:
+            self._listener.run()
+        finally:
+            self._stopped.set()
+        self._listener.join(STOP_TIMEOUT_S)
 
     def _serve(self, session: Session, _peer_index: int) -> None:
         held: set[int] = set()  # tickets claimed by this session whose push has not arrived
@@ -49,7 +58,7 @@ class Server:
             while self._answer(session, session.receive(), held):
                 pass
         except PeerLostError:
-            pass  # a worker that goes costs only itself: its tickets return, the others go on
+            session.close()  # a worker that goes costs only itself: its tickets return, the others go on
         finally:
             for ticket in held:
                 self._ready().give_back(ticket)
@@ -66,6 +75,7 @@ class Server:
             Kind.SAVE: self._save,
             Kind.LOAD: self._load,
             Kind.STATISTICS: self._statistics,
+            Kind.WATCH: self._watch,
         }
         if message.kind == Kind.STOP:
             self._listener.stop()
@@ -158,6 +168,10 @@ class Server:
             load_shards(folder, state.storage)
             state.restart_at(info.version, info.applied)
         session.send(Message(Kind.DONE, [info.version]))
+
+    def _watch(self, session: Session, _message: Message, _held: set[int]) -> None:
+        self._stopped.wait()
+        session.send(Message(Kind.DONE))
 
     def _statistics(self, session: Session, _message: Message, _held: set[int]) -> None:
         session.send(Message(Kind.DONE, data=self._ready().statistics()))

@@ -19,9 +19,11 @@ from outsize.runtime.parameter_server.protocol import Kind
 from outsize.runtime.parameter_server.session import Message, Session, connect
 from outsize.runtime.parameter_server.settings import Settings
 
-__all__ = ["OWN_NAME", "ServerControl"]
+__all__ = ["OWN_NAME", "STOP_TIMEOUT_S", "ServerControl"]
 
 OWN_NAME = "coordinator/0"
+STOP_TIMEOUT_S = 5.0
+"""How long an orderly end may take before it is left to the operating system."""
 
 
 class ServerControl:
@@ -34,7 +36,7 @@ class ServerControl:
         self._sessions: dict[int, Session] = {}
         self._incarnations: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._is_stopping = False
+        self._watchers: list[threading.Thread] = []
 
     def connect(self) -> None:
         """Connect to all servers that have no session, waiting for successors of lost ones.
@@ -50,7 +52,8 @@ class ServerControl:
             session = connect(self._membership, name, OWN_NAME, minimum_incarnation=minimum)
             watch = connect(self._membership, name, OWN_NAME, timeout_s=1e8, minimum_incarnation=minimum)
             self._sessions[server], self._incarnations[server] = session, session.incarnation
-            threading.Thread(target=self._watch, args=(server, watch), daemon=True).start()
+            self._watchers.append(threading.Thread(target=self._watch, args=(server, watch), daemon=True))
+            self._watchers[-1].start()
 
     def configure(self) -> None:
         """Give every server the settings; it starts from zeros."""
@@ -125,12 +128,14 @@ class ServerControl:
 
     def stop(self) -> None:
         """Stop all servers that are there."""
-        self._is_stopping = True
         for server in list(self._sessions):
             try:
                 self._ask(server, Message(Kind.STOP))
             except PeerLostError:
                 continue  # it is gone already, which is what was wanted
+        self._sessions.clear()
+        for watcher in self._watchers:
+            watcher.join(STOP_TIMEOUT_S)
 
     def _everyone(self) -> range:
         return range(self._settings.layout.num_servers)
@@ -154,8 +159,7 @@ class ServerControl:
 
     def _watch(self, server: int, session: Session) -> None:
         try:
-            session.receive()  # a server never speaks here: this returns only when it dies
+            session.ask(Message(Kind.WATCH))
         except ServerLostError as error:
-            if not self._is_stopping:
-                self._sessions.pop(server, None)
-                self._on_lost(error)
+            self._sessions.pop(server, None)
+            self._on_lost(error)

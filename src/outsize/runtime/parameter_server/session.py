@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,8 +20,11 @@ from outsize.runtime.parameter_server.membership import Membership, wait_for
 
 __all__ = ["Listener", "Message", "Session", "connect"]
 
-HANDSHAKE_TIMEOUT_S = 4.0
-"""How long the other side may take to join a session; a dead one is noticed after this long."""
+HANDSHAKE_TIMEOUT_S = 20.0
+"""How long the other side may take to join a session; a dead one is noticed after this long.
+
+The store looks up the names of its peers, which costs seconds where the name server does not answer.
+"""
 
 _FOREVER_S = 365 * 24 * 3600.0
 _HEADER_VALUES = 4
@@ -48,11 +52,15 @@ class Message:
 
 @dataclass
 class Session:
-    """One side of a connection. Every failure of the transport is an error that names the peer."""
+    """One side of a connection. Every failure of the transport is an error that names the peer.
+
+    ``timeout_s`` bounds each wait, so a peer that is frozen, not dead, is noticed too.
+    """
 
     group: Any
     rank: int
     peer: str
+    timeout_s: float
     incarnation: int = 0
     _scratch: list[torch.Tensor] = field(default_factory=lambda: [_EMPTY, _EMPTY])
 
@@ -65,12 +73,12 @@ class Session:
         header = torch.tensor([message.kind, *values, *sizes], dtype=torch.int64)
         text_tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else _EMPTY
         parts = [header, *(part for part in (text_tensor, *buffers) if part.numel())]
-        return [(self._call(self.group.send, [part], 1 - self.rank, 0), part) for part in parts]
+        return [(self._call(self._group().send, [part], 1 - self.rank, 0), part) for part in parts]
 
     def finish(self, sends: list[Any]) -> None:
         """Wait until everything is sent."""
         for work, _part in sends:
-            self._call(work.wait)
+            self._call(work.wait, timedelta(seconds=self.timeout_s))
 
     def send(self, message: Message) -> None:
         """Send a message."""
@@ -95,13 +103,12 @@ class Session:
         self.send(message)
         return self.receive(*into)
 
-    def set_timeout(self, timeout_s: float) -> None:
-        """Bound every later call."""
-        self.group._set_default_timeout(timedelta(seconds=timeout_s))
-
     def close(self) -> None:
-        """End the session; a call that waits in another thread fails."""
-        self.group.abort()
+        """End the session, which the peer notices at once. No other thread may be waiting in it.
+
+        (Nothing wakes a waiting one: gloo's groups ignore ``abort`` between two peers.)
+        """
+        self.group = None
 
     def _buffer(self, position: int, size: int, into: Sequence[torch.Tensor]) -> torch.Tensor:
         if position < len(into) and into[position].numel() == size:
@@ -112,7 +119,13 @@ class Session:
 
     def _receive_into(self, buffer: torch.Tensor) -> None:
         if buffer.numel():
-            self._call(self._call(self.group.recv, [buffer], 1 - self.rank, 0).wait)
+            work = self._call(self._group().recv, [buffer], 1 - self.rank, 0)
+            self._call(work.wait, timedelta(seconds=self.timeout_s))
+
+    def _group(self) -> Any:
+        if self.group is None:
+            raise lost(self.peer, "the session was closed")
+        return self.group
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -129,6 +142,7 @@ class Listener:
         self._store = membership.client()
         self._prefix = f"{name}/{self._store.add(f'{name}/incarnation', 1)}"
         self._num_accepted = 0
+        self._threads: list[threading.Thread] = []
 
     def run(self) -> None:
         """Accept until ``stop``.
@@ -143,17 +157,27 @@ class Listener:
             if request == "stop":
                 return
             arguments = (self._num_accepted, request)
-            threading.Thread(target=self._accept, args=arguments, daemon=True).start()
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self._threads.append(threading.Thread(target=self._accept, args=arguments, daemon=True))
+            self._threads[-1].start()
 
     def stop(self) -> None:
-        """Let ``run`` return; open sessions stay."""
+        """Let ``run`` return; open sessions stay until their peers leave."""
         store = self._membership.client()
         store.set(f"{self._prefix}/request/{store.add(f'{self._prefix}/requests', 1)}", "stop")
 
+    def join(self, timeout_s: float) -> None:
+        """Wait for the threads of open sessions to end, at most so long in all."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
     def _accept(self, number: int, peer: str) -> None:
         try:
-            session = _join(self._membership, f"{self._prefix}/session/{number}", 0, peer, _FOREVER_S)
-        except (RuntimeError, CoordinatorLostError):
+            store = self._membership.client(HANDSHAKE_TIMEOUT_S)
+            key = f"{self._prefix}/session/{number}"
+            session = _join(PrefixStore(key, store), self._membership.host, 0, peer, _FOREVER_S)
+        except (RuntimeError, LaunchError):
             return  # the peer or the job died while it joined: nobody is waiting for an answer
         self._handle(session, int(peer.rpartition("/")[2]))
 
@@ -186,21 +210,17 @@ def connect(
     except dist.DistNetworkError as error:
         raise CoordinatorLostError("coordinator", str(error)) from None
     try:
-        session = _join(membership, f"{prefix}/session/{number}", 1, name, timeout_s)
+        store.set_timeout(timedelta(seconds=HANDSHAKE_TIMEOUT_S))
+        own = PrefixStore(f"{prefix}/session/{number}", store)
+        session = _join(own, membership.host, 1, name, timeout_s)
     except RuntimeError as error:
         raise lost(name, str(error).splitlines()[0]) from None
     session.incarnation = incarnation
     return session
 
 
-def _join(membership: Membership, key: str, rank: int, peer: str, timeout_s: float) -> Session:
-    try:
-        store = PrefixStore(key, membership.client(HANDSHAKE_TIMEOUT_S))
-    except LaunchError as error:
-        raise CoordinatorLostError("coordinator", error.why) from None
+def _join(store: PrefixStore, host: str, rank: int, peer: str, timeout_s: float) -> Session:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.host)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=HANDSHAKE_TIMEOUT_S)
-    session = Session(dist.ProcessGroupGloo(store, rank, 2, options), rank, peer)
-    session.set_timeout(timeout_s)
-    return session
+    return Session(dist.ProcessGroupGloo(store, rank, 2, options), rank, peer, timeout_s)

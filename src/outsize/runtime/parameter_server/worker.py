@@ -74,8 +74,11 @@ class Worker:
             CoordinatorLostError: the coordinator died.
         """
         session = connect(self._membership, "coordinator", self._name, timeout_s=1e8)
-        while (message := session.receive()).kind != Kind.STOP:
-            session.send(self._run_step(message))
+        try:
+            while (message := session.receive()).kind != Kind.STOP:
+                session.send(self._run_step(message))
+        finally:
+            self._forget_servers()
 
     @property
     def _name(self) -> str:
