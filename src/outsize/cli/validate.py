@@ -41,13 +41,12 @@ def validate(
 def _form(predictions: list[Prediction], refused: list[tuple[int, str]], *, choices: bool) -> dict[str, Any]:
     from statistics import median
 
-    from outsize.planner.choice import choice_ratio
+    from outsize.planner.choice import choice_ratios
     from outsize.planner.validation import error_summary
 
     ran_out = [prediction for prediction in predictions if prediction.run.ran_out_of_memory]
     timed = [prediction for prediction in predictions if prediction.run.step_time_s]
-    ratios = [choice_ratio(prediction) for prediction in timed] if choices else []
-    known = [ratio for ratio in ratios if ratio is not None]
+    known = choice_ratios(timed) if choices else []
     return {
         "time": error_summary(predictions, lambda prediction: prediction.time_error),
         "memory": error_summary(predictions, lambda prediction: prediction.memory_error),

@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from outsize.cost.layout import Job
 from outsize.planner.evaluate import Evaluator
 from outsize.planner.validation import Prediction
 from outsize.strategies.base import ALL_LAYOUTS, Space
 from outsize.strategies.registry import ALL_STRATEGIES
 
-__all__ = ["choice_ratio"]
+__all__ = ["choice_ratios"]
 
 
-def choice_ratio(prediction: Prediction, space: Space = ALL_LAYOUTS) -> float | None:
-    """Return predicted step time of the planner's choice ÷ that of the published configuration.
+def choice_ratios(predictions: Sequence[Prediction], space: Space = ALL_LAYOUTS) -> list[float]:
+    """Return, for runs predicted to fit, the planner's own step time ÷ the published layout's, both predicted.
 
-    At most 1 where the published configuration lies in the planner's space; None where the published
-    configuration is predicted not to fit, or nothing fits.
+    At most 1 where the published layout lies in the planner's space. Runs of the same job are planned once;
+    runs predicted not to fit their devices are left out.
     """
-    job: Job = prediction.run.job
-    if not prediction.fits:
-        return None
+    best_s: dict[tuple[object, ...], float] = {}
+    ratios = []
+    for prediction in predictions:
+        job = prediction.run.job
+        if not prediction.fits:
+            continue
+        key = (_job_key(job), space)
+        if key not in best_s:
+            best_s[key] = _best_step_s(job, space)
+        ratios.append(best_s[key] / prediction.estimate.step_time_s)
+    return ratios
+
+
+def _job_key(job: Job) -> tuple[object, ...]:
+    profile = job.profile
+    model = (profile.name, profile.num_parameters, profile.tokens_per_sample)
+    memory = job.cluster.weakest_device().memory_bytes
+    return (
+        *model,
+        job.cluster.argument,
+        memory,
+        job.cluster.network,
+        job.global_batch,
+        job.precision,
+        job.software,
+    )
+
+
+def _best_step_s(job: Job, space: Space) -> float:
     evaluator = Evaluator(job, space.allows_recompute)
     layouts = (
         layout
         for strategy in ALL_STRATEGIES
-        if strategy.name != "parameter_server"
-        if strategy.refusal(job) is None
+        if strategy.name != "parameter_server" and strategy.refusal(job) is None
         for layout in strategy.layouts(job, space)
     )
     best = evaluator.search(layouts).best
-    return best.estimate.step_time_s / prediction.estimate.step_time_s if best else None
+    return best.estimate.step_time_s if best else math.inf

@@ -81,7 +81,7 @@ def _microbatch_sizes(per_replica: int, num_microbatches: int | None) -> list[in
     if num_microbatches is not None:
         return [per_replica // num_microbatches] if per_replica % num_microbatches == 0 else []
     powers = [2**power for power in range(MAX_MICROBATCH_SIZE.bit_length())]
-    sizes = {size for size in [*powers, *range(1, 17)] if per_replica % size == 0}
+    sizes = {size for size in [*powers, *range(1, 33)] if per_replica % size == 0}
     return sorted(sizes | {per_replica} if per_replica <= MAX_MICROBATCH_SIZE else sizes)
 
 
