@@ -17,8 +17,8 @@ __all__ = ["choice_ratios"]
 def choice_ratios(predictions: Sequence[Prediction], space: Space = ALL_LAYOUTS) -> list[float]:
     """Return, for runs predicted to fit, the planner's own step time ÷ the published layout's.
 
-    Both are predicted. At most 1 where the published layout lies in the planner's space. Runs of the same job are planned once;
-    runs predicted not to fit their devices are left out.
+    Both are predicted; at most 1 where the published layout lies in the planner's space. Runs of the same
+    job are planned once; runs predicted not to fit their devices are left out.
     """
     best_s: dict[tuple[object, ...], float] = {}
     ratios = []
