@@ -11,12 +11,9 @@ import torch
 
 from helpers.models import make_batch, tied_llama, train_reference, untied_llama
 from helpers.processes import run_distributed
-from outsize.model.deferred import build_deferred
+from helpers.shardings import split_operators
 from outsize.model.operator_rules.shards import shard_of
-from outsize.model.record import record_module
 from outsize.plan.plan import Mesh, OptimizerSpec, Plan, ScheduleSpec, StageSpec
-from outsize.planner.sharding import plan_sharding
-from outsize.planner.sharding_costs import ShardingCosts
 from outsize.runtime.parallelize import parallelize
 from outsize.runtime.tensor_parallel import parameter_placements
 
@@ -137,14 +134,6 @@ def test_tied_copies_stay_equal_bit_by_bit() -> None:
     assert torch.equal(first[0][3][name], last[0][3][name])
 
 
-def _split_operators(factory: Any, plan: Plan) -> Plan:
-    """Return the plan with operator splits searched as if latency were nothing, so that all is split."""
-    microbatch = make_batch(plan.microbatch_size, seed=0)
-    recording = record_module(build_deferred(factory).module, microbatch, granularity="operators")
-    costs = ShardingCosts(plan.mesh.tp, link_latency_s=0.0, held_s_per_byte=1e-9)
-    return replace(plan, sharding=plan_sharding(recording, plan.mesh.tp, costs=costs))
-
-
 @pytest.mark.parametrize(
     ("mesh", "factory"),
     [
@@ -158,4 +147,4 @@ def test_split_operators_alone_and_combined_train_exactly(mesh: Mesh, factory: A
     """Operator-level parallelism, with pipelines, with replicas, clipping by one norm, ragged labels."""
     optimizer = replace(OPTIMIZER, max_gradient_norm=0.3)
     plan = make_plan(mesh, schedule=ScheduleSpec("1f1b", 2), optimizer=optimizer)
-    assert_trains_like_one_process(factory, [_split_operators(factory, plan)])
+    assert_trains_like_one_process(factory, [split_operators(factory, plan)])

@@ -38,7 +38,7 @@ def save_entries(folder: Path, step: int, entries: Mapping[str, CheckpointEntry]
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier()
-    save(dict(entries), storage_writer=writer(partial), planner=EntrySavePlanner())
+    save(dict(entries), storage_writer=writer(partial), planner=EntrySavePlanner(), no_dist=_is_alone())
     _barrier()
     if _is_first():
         description = {"format_version": FORMAT_VERSION, "step": step}
@@ -91,7 +91,7 @@ def load_entries(checkpoint: Path, entries: Mapping[str, CheckpointEntry]) -> in
         )
     source = reader(checkpoint)
     _check_same(checkpoint, source.read_metadata().state_dict_metadata, entries)
-    load(dict(entries), storage_reader=source, planner=EntryLoadPlanner())
+    load(dict(entries), storage_reader=source, planner=EntryLoadPlanner(), no_dist=_is_alone())
     return int(description["step"])
 
 
@@ -112,10 +112,14 @@ def _check_same(checkpoint: Path, saved: Mapping[str, Any], entries: Mapping[str
         )
 
 
+def _is_alone() -> bool:
+    return not dist.is_initialized()
+
+
 def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return _is_alone() or dist.get_rank() == 0
 
 
 def _barrier() -> None:
-    if dist.is_initialized():
+    if not _is_alone():
         dist.barrier()

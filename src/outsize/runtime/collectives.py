@@ -30,6 +30,11 @@ from outsize.model.operator_rules.shards import join_shards, shard_of
 __all__ = ["AxisGroup", "Conversion", "OwnRandomStream", "SplitKernel", "axis_group", "set_axis_group"]
 
 
+# Named *_single since torch 2.13.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 @dataclass(slots=True)
 class AxisGroup:
     """This process's place on a mesh axis, and the group it reaches the others by."""
@@ -60,7 +65,7 @@ class AxisGroup:
         if local.dtype == torch.bool:
             return self.all_gather(local.to(torch.uint8), placement).to(torch.bool)
         gathered = local.new_empty((self.degree * local.shape[0], *local.shape[1:]))
-        dist.all_gather_into_tensor(gathered, local, self.group)
+        _all_gather_single(gathered, local, group=self.group)
         if placement.dim == 0 and not placement.segments:
             return gathered
         return join_shards(gathered.chunk(self.degree), placement)
@@ -69,7 +74,7 @@ class AxisGroup:
         """Return this rank's shard of the sum over the ranks."""
         parts = [shard_of(tensor.detach(), placement, self.degree, rank) for rank in range(self.degree)]
         result = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(result, torch.cat(parts), group=self.group)
+        _reduce_scatter_single(result, torch.cat(parts), group=self.group)
         return result
 
     def shard(self, tensor: torch.Tensor, placement: Shard) -> torch.Tensor:
