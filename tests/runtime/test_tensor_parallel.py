@@ -155,19 +155,20 @@ def check_rank(rank: int, model: Whole) -> dict[str, torch.Tensor]:
     placements = parameter_placements(model.sharding)
 
     def held(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return shard_of(tensor, placements[name], degree, rank).clone() if name in placements else tensor
+        local = shard_of(tensor, placements[name], degree, rank) if name in placements else tensor
+        return local.clone()  # what came from the parent is shared memory
 
     module, program, entries = build(model.name, model.num_tokens)
     for name, parameter in module.named_parameters():
         parameter.data = held(name, model.initial[name])
     losses, gradients = train(lower(program, model.sharding), module, entries)
-    torch.testing.assert_close(losses, model.losses, rtol=TOLERANCE, atol=TOLERANCE)
     for name, parameter in module.named_parameters():
         for found, expected in ((gradients[name], model.gradients), (parameter.detach(), model.trained)):
             difference = (found - held(name, expected[name])).abs().max()
             assert difference < TOLERANCE, (
                 f"{name} is off by {difference} ({placements.get(name, 'replicated')})"
             )
+    torch.testing.assert_close(losses, model.losses, rtol=TOLERANCE, atol=TOLERANCE)
     return {n: p.detach() for n, p in module.named_parameters() if n not in placements}
 
 
@@ -178,9 +179,18 @@ def run_everywhere(model: Whole) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("costs", COSTS)
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "degree", "costs"),
+    [
+        ("llama", 2, "memory"),
+        ("llama", 4, "time"),
+        ("llama_tied", 4, "memory"),
+        ("llama_grouped_queries", 2, "time"),
+        ("qwen3", 4, "memory"),
+        ("gpt2", 2, "memory"),
+        ("gpt2", 4, "time"),
+    ],
+)
 def test_split_training_equals_one_process(family, degree, costs):
     """Every gradient and five AdamW steps agree, and replicated parameters stay bit-equal on all ranks."""
     run_everywhere(whole(family, degree, costs))
