@@ -8,7 +8,7 @@ from rich.console import Console
 from helpers.profiles import chain_profile
 from outsize.cluster.argument import parse_cluster
 from outsize.planner.search import plan_job
-from outsize.report.tables import category_table, memory_table, plan_summary, verdict_table
+from outsize.report.tables import category_table, memory_table, plan_summary, verdict_reasons, verdict_table
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +17,8 @@ def result():
     return plan_job(chain_profile(), cluster, global_batch=16, strategy="pipeline_parallel")
 
 
-def _text(table) -> str:
-    console = Console(file=io.StringIO(), width=160)
+def _text(table, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(table)
     return console.file.getvalue()
 
@@ -46,3 +46,15 @@ def test_the_summary_says_what_a_step_consists_of(result) -> None:
     assert "pipeline_parallel" in text
     assert "compute" in text
     assert _text(category_table(result.verdicts)).count("MiB") > 10
+
+
+def test_nothing_is_cut_off_at_eighty_columns(result) -> None:
+    """Verdicts, reasons and bytes all show whole on a usual terminal."""
+    texts = [
+        _text(verdict_table(result.verdicts, chosen=result.best.strategy), 80),
+        _text(verdict_reasons(result.verdicts), 80),
+        _text(category_table(result.verdicts), 80),
+    ]
+    assert all("…" not in text for text in texts)
+    for verdict in result.verdicts:
+        assert f"{verdict.name}:" in texts[1]

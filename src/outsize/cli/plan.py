@@ -126,10 +126,11 @@ def parse_mesh(text: str) -> Mesh:
 def _show_verdicts(verdicts: Sequence[Verdict], title: str, chosen: str) -> None:
     from rich.console import Console
 
-    from outsize.report.tables import category_table, verdict_table
+    from outsize.report.tables import category_table, verdict_reasons, verdict_table
 
     console = Console()
     console.print(verdict_table(verdicts, title=title, chosen=chosen))
+    console.print(verdict_reasons(verdicts))
     console.print(category_table(verdicts))
 
 

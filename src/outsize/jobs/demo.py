@@ -11,7 +11,13 @@ from outsize.jobs.training import RunSettings, run_under_plan
 from outsize.model.argument import load_model
 from outsize.model.profiling import profile_model
 from outsize.plan.plan import Mesh, OptimizerSpec
-from outsize.report.tables import category_table, memory_table, plan_summary, verdict_table
+from outsize.report.tables import (
+    category_table,
+    memory_table,
+    plan_summary,
+    verdict_reasons,
+    verdict_table,
+)
 from outsize.report.training_table import training_table
 from outsize.report.trial_table import trial_table
 from outsize.units import format_count
@@ -49,6 +55,7 @@ def run_demo(*, name: str, num_steps: int) -> None:
         f"on {DEMO_REQUEST.cluster}: four local processes, each held to that memory."
     )
     console.print(verdict_table(result.verdicts, chosen=result.best.strategy))
+    console.print(verdict_reasons(result.verdicts))
     console.print(category_table(result.verdicts))
 
     console.rule("2. Is that so?")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
+from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -11,18 +14,36 @@ from outsize.cost.goodput import Goodput
 from outsize.plan.plan import Plan, Verdict
 from outsize.units import format_bytes, format_seconds
 
-__all__ = ["category_table", "goodput_summary", "memory_table", "plan_summary", "verdict_table"]
+__all__ = [
+    "category_table",
+    "goodput_summary",
+    "memory_table",
+    "plan_summary",
+    "verdict_reasons",
+    "verdict_table",
+]
+
+
+# Short heads, so that the table of bytes stays within 80 columns.
+_SHORT_NAMES = {
+    "mirrored": "mirrored",
+    "multi_worker_mirrored": "multi\nworker\nmirrored",
+    "parameter_server": "param.\nserver",
+    "fully_sharded": "fully\nsharded",
+    "pipeline_parallel": "pipeline",
+    "tensor_parallel": "tensor",
+    "combined": "combined",
+}
 
 
 def verdict_table(verdicts: Sequence[Verdict], *, title: str = "", chosen: str = "") -> Table:
-    """Return one row a strategy: fits or not, bytes needed and available, step time, reason."""
-    table = Table(title=title or None, title_justify="left", expand=False)
+    """Return one row a strategy: fits or not, bytes needed and available, step time, reason code."""
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("strategy", no_wrap=True)
     table.add_column("fits", no_wrap=True)
-    table.add_column("needed", justify="right", no_wrap=True)
-    table.add_column("available", justify="right", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("why", overflow="fold", ratio=1)
+    for name in ("needed", "available", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("reason", no_wrap=True)
     for verdict in verdicts:
         table.add_row(
             Text(f"{verdict.name} ◀" if verdict.name == chosen else verdict.name),
@@ -30,30 +51,38 @@ def verdict_table(verdicts: Sequence[Verdict], *, title: str = "", chosen: str =
             format_bytes(verdict.needed_bytes) if verdict.needed_bytes else "–",
             format_bytes(verdict.available_bytes),
             format_seconds(verdict.step_time_s) if verdict.step_time_s else "–",
-            _explanation(verdict),
+            str(verdict.reason_code),
         )
     return table
 
 
-def _explanation(verdict: Verdict) -> Text:
-    text = Text(f"{verdict.reason_code}: ", style="bold")
-    text.append(verdict.reason, style="not bold")
+def verdict_reasons(verdicts: Sequence[Verdict]) -> Group:
+    """Return a paragraph a strategy: why, what would make it fit, and when it is right."""
+    return Group(*(Padding(_paragraph(verdict), (0, 0, 1, 1)) for verdict in verdicts))
+
+
+def _paragraph(verdict: Verdict) -> Text:
+    text = Text(f"{verdict.name}: ", style="bold")
+    text.append(f"{verdict.reason}.", style="not bold")
     if verdict.smallest_change:
-        text.append(f". Would fit: {verdict.smallest_change}", style="not bold dim")
+        text.append(f" Would fit: {verdict.smallest_change}.", style="not bold")
+    text.append(f" Right when {verdict.right_when}.", style="not bold dim")
     return text
 
 
 def category_table(verdicts: Sequence[Verdict]) -> Table:
-    """Return the bytes of each strategy's neediest device by category."""
-    table = Table(title="bytes on the neediest device", title_justify="left")
-    table.add_column("strategy", no_wrap=True)
-    names = list(verdicts[0].by_category)
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="right")
-    for verdict in verdicts:
-        if verdict.needed_bytes:
-            sizes = (format_bytes(verdict.by_category[name]) for name in names)
-            table.add_row(verdict.name, *sizes)
+    """Return the bytes of each strategy's neediest device: one row a category, one column a strategy."""
+    shown = [verdict for verdict in verdicts if verdict.needed_bytes]
+    title = "bytes on the neediest device"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for verdict in shown:
+        head = _SHORT_NAMES.get(verdict.name, verdict.name)
+        table.add_column(head, justify="right", no_wrap=True, min_width=8)
+    for category in shown[0].by_category if shown else ():
+        sizes = (format_bytes(verdict.by_category[category]) for verdict in shown)
+        name = category.replace("communication", "message").replace("_", "\n")
+        table.add_row(name, *sizes)
     return table
 
 
