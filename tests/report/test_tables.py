@@ -58,3 +58,5 @@ def test_nothing_is_cut_off_at_eighty_columns(result) -> None:
     assert all("…" not in text for text in texts)
     for verdict in result.verdicts:
         assert f"{verdict.name}:" in texts[1]
+    bottom = texts[2].rstrip().splitlines()[-1]
+    assert bottom.count("MiB") == len(result.verdicts)

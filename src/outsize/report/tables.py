@@ -74,7 +74,7 @@ def category_table(verdicts: Sequence[Verdict]) -> Table:
     """Return the bytes of each strategy's neediest device: one row a category, one column a strategy."""
     shown = [verdict for verdict in verdicts if verdict.needed_bytes]
     title = "bytes on the neediest device"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for verdict in shown:
         head = _SHORT_NAMES.get(verdict.name, verdict.name)
