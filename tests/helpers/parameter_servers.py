@@ -28,7 +28,7 @@ from outsize.runtime.parameter_server.worker import StepFunction, Worker
 # The store looks up its peers' names; where no name server answers, that must not cost five seconds each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-__all__ = ["Job", "make_settings", "running_job", "servers_in_threads"]
+__all__ = ["Job", "make_settings", "running_job", "servers_in_threads", "start_worker_thread"]
 
 
 def make_settings(
@@ -108,12 +108,17 @@ def running_job(
         job.end()
 
 
+def start_worker_thread(membership: Membership, index: int, steps: Mapping[str, StepFunction]) -> None:
+    """Run a worker as a thread of this process, until the coordinator stops."""
+    threading.Thread(target=Worker(membership, index, steps).run, daemon=True).start()
+
+
 @contextmanager
 def servers_in_threads(
-    settings: Settings, initial: Callable[[Shard], torch.Tensor] | None = None
+    settings: Settings, initial: Callable[[Shard], torch.Tensor] | None = None, **options: Any
 ) -> Iterator[Coordinator]:
     """Start servers as threads of this process: the same sessions and messages, without new processes."""
-    with Coordinator("test", settings) as coordinator:
+    with Coordinator("test", settings, **options) as coordinator:
         for index in range(settings.layout.num_servers):
             threading.Thread(target=Server(coordinator.membership, index).run, daemon=True).start()
         coordinator.initialise(initial or (lambda shard: torch.zeros(shard.shape)))

@@ -22,7 +22,7 @@ class DenseParameters:
         self.buffers = [
             torch.zeros(layout.dense_bytes(server), dtype=torch.uint8) for server in range(layout.num_servers)
         ]
-        self.tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         self._pieces: list[tuple[Shard, torch.Tensor]] = []
         views = {
             shard: view
@@ -32,12 +32,14 @@ class DenseParameters:
         }
         for shard, view in views.items():
             if shard.num_rows == shard.variable.num_rows:
-                self.tensors[shard.variable.name] = view
+                tensors[shard.variable.name] = view
             else:
                 self._pieces.append((shard, view))
         for shard, _ in self._pieces:
             variable = shard.variable
-            self.tensors.setdefault(variable.name, torch.zeros(variable.shape, dtype=variable.dtype))
+            if variable.name not in tensors:
+                tensors[variable.name] = torch.zeros(variable.shape, dtype=variable.dtype)
+        self.tensors = {one.name: tensors[one.name] for one in layout.variables if not one.row_wise}
 
     def gather(self) -> None:
         """Copy the shards of cut variables out of the buffers."""

@@ -85,6 +85,10 @@ class ShardOptimizer:
             self.states[name][rows] = state
         self._count_sgd()
 
+    def skip_step(self) -> None:
+        """Count an update that touches no row here, so that the count does not depend on the cut."""
+        self.step_count += 1
+
     def _count_sgd(self) -> None:
         if self.settings.name == "sgd":  # Adam counts by itself, in the shared tensor
             self.step_count += 1

@@ -59,9 +59,11 @@ class ShardStorage:
             self._stop_sharing()
             for group, optimizer in zip(self._groups, self._optimizers, strict=True):
                 optimizer.step(group.view(dense))
-        for optimizer, (indices, gradient) in zip(self._tables, rows, strict=False):
-            if len(indices):
-                optimizer.step_rows(indices, gradient)
+        for position, optimizer in enumerate(self._tables):
+            if position < len(rows) and len(rows[position][0]):
+                optimizer.step_rows(*rows[position])
+            else:
+                optimizer.skip_step()
 
     def add_dense(self, total: torch.Tensor, dense: torch.Tensor) -> None:
         """Add one flat gradient to another."""

@@ -89,6 +89,7 @@ class StepQueue:
             future = self._waiting.popleft()
             future.state = StepState.RUNNING
             self._num_running += 1
+            self._condition.notify_all()  # there is room for another
             return future
 
     def put_back(self, future: StepFuture) -> None:
