@@ -160,3 +160,12 @@ def test_a_slower_device_gets_fewer_blocks(tmp_path) -> None:
         num_microbatches=8,
     ).best
     assert [len(stage.blocks) for stage in plan.stages] == [8, 6]
+
+
+def test_a_pipeline_with_one_slow_block_is_called_unbalanced() -> None:
+    """One block as slow as eight others: the slowest stage takes more than 1.5 times the mean."""
+    slow = {"forward_flops": Amount(1.024e9), "backward_flops": Amount(2.048e9)}
+    blocks = tuple(uniform_block(index) for index in range(7))
+    blocks += (uniform_block(7, kind="slow", max_tensor_parallel_degree=1, **slow),)
+    verdicts = _verdicts(ModelProfile("slow", blocks, tokens_per_sample=64), "4xcpu:1GiB")
+    assert verdicts["pipeline_parallel"].reason_code == "STAGES_UNBALANCED"

@@ -21,13 +21,9 @@ class ReasonCode(StrEnum):
     UNEVEN_DEVICES = "UNEVEN_DEVICES"
     LINK_TOO_SLOW = "LINK_TOO_SLOW"  # most of the step is communication
     SERVER_SATURATED = "SERVER_SATURATED"
-    NO_SERVERS = "NO_SERVERS"
-    NO_CHIEF = "NO_CHIEF"
     NOT_DIVISIBLE = "NOT_DIVISIBLE"  # batch, heads or widths do not divide
     NOT_A_CHAIN = "NOT_A_CHAIN"  # the model has no cut
-    STAGES_UNBALANCED = "STAGES_UNBALANCED"
-    PREEMPTIBLE = "PREEMPTIBLE"
-    STALENESS = "STALENESS"
+    STAGES_UNBALANCED = "STAGES_UNBALANCED"  # the slowest stage takes far longer than the mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,22 @@ def _why_it_fits(strategy: Strategy, job: Job, shown: Evaluated) -> Reason:
             f"fits ({where}), but {format_seconds(waiting)} of a step of "
             f"{format_seconds(estimate.step_time_s)} is communication",
         )
+    remark = _remark_on_replicas(strategy, job, where)
+    if remark is not None:
+        return remark
+    imbalance = _imbalance(shown)
+    if imbalance > _UNBALANCED:
+        return Reason(
+            ReasonCode.STAGES_UNBALANCED,
+            f"fits ({where}), but the slowest stage takes {imbalance:.1f} times the mean of all",
+        )
+    fill = estimate.by_part_s["bubble"] / estimate.step_time_s
+    text = f"fits ({where})" + (f"; {fill:.0%} of a step is idle" if mesh.pp > 1 else "")
+    return Reason(ReasonCode.FITS, text)
+
+
+def _remark_on_replicas(strategy: Strategy, job: Job, where: str) -> Reason | None:
+    """What speaks against replicas on these machines, though they fit."""
     if strategy.name == "mirrored" and len(job.cluster.machines) > 1:
         return Reason(
             ReasonCode.ONE_HOST_ONLY, f"fits ({where}), but uses one machine of {len(job.cluster.machines)}"
@@ -139,9 +155,15 @@ def _why_it_fits(strategy: Strategy, job: Job, shown: Evaluated) -> Reason:
         return Reason(
             ReasonCode.UNEVEN_DEVICES, f"fits ({where}), but the slowest device sets the pace for all"
         )
-    fill = estimate.by_part_s["bubble"] / estimate.step_time_s
-    text = f"fits ({where})" + (f"; {fill:.0%} of a step is idle" if mesh.pp > 1 else "")
-    return Reason(ReasonCode.FITS, text)
+    return None
+
+
+def _imbalance(shown: Evaluated) -> float:
+    """The slowest stage's seconds a micro-batch over the mean of all stages, from the parts of the step."""
+    layout, parts = shown.layout, shown.estimate.by_part_s
+    each = sum(parts[name] for name in ("compute", "recompute", "tensor_parallel", "pipeline_send"))
+    slowest = each / layout.num_microbatches
+    return layout.mesh.pp * slowest / (parts["bubble"] / layout.idle_share + slowest)
 
 
 def _saturation(job: Job, shown: Evaluated) -> str:
