@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["fake_tensor_like", "fake_tensors_in"]
 
@@ -16,10 +17,16 @@ def fake_tensor_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor
     """Return a fake tensor on the CPU with the shape, strides, dtype and gradient flag of ``tensor``."""
     if isinstance(tensor, FakeTensor):
         return tensor
-    with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    with _disable_current_modes():
+        return _make_fake(tensor, mode)
+
+
+def _make_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """Make a fake tensor without the dispatcher, which would cost more than all else for large models."""
+    shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    fake = FakeTensor(mode, shape, torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        fake._is_param = True  # as nn.Parameter does for subclasses of tensors
     return fake.requires_grad_(tensor.requires_grad)
 
 
@@ -28,15 +35,16 @@ def fake_tensors_in(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Hold fake parameters and buffers in ``module`` while inside; ties stay ties; all is restored after."""
     fakes: dict[int, torch.Tensor] = {}
     saved: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
-    for owner in module.modules():
-        for table in (owner._parameters, owner._buffers):
-            for name, tensor in list(table.items()):
-                if tensor is None:
-                    continue
-                saved.append((table, name, tensor))  # type: ignore[arg-type]
-                if id(tensor) not in fakes:
-                    fakes[id(tensor)] = fake_tensor_like(tensor, mode)
-                table[name] = fakes[id(tensor)]  # type: ignore[assignment]
+    with _disable_current_modes():
+        for owner in module.modules():
+            for table in (owner._parameters, owner._buffers):
+                for name, tensor in list(table.items()):
+                    if tensor is None:
+                        continue
+                    saved.append((table, name, tensor))  # type: ignore[arg-type]
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = _make_fake(tensor, mode)
+                    table[name] = fakes[id(tensor)]  # type: ignore[assignment]
     try:
         yield
     finally:
