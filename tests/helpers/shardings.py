@@ -21,5 +21,5 @@ def split_operators(factory: Callable[[], nn.Module], plan: Plan) -> Plan:
     """Return the plan with operator splits searched as if latency were nothing and memory dear."""
     microbatch = make_batch(plan.microbatch_size, seed=0)
     recording = record_module(build_deferred(factory).module, microbatch, granularity="operators")
-    costs = ShardingCosts(plan.mesh.tp, link_latency_s=0.0, held_s_per_byte=1e-9)
+    costs = ShardingCosts(plan.mesh.tp, link_latency_s=0.0, held_activation_s_per_byte=1e-9)
     return replace(plan, sharding=plan_sharding(recording, plan.mesh.tp, costs=costs))

@@ -23,11 +23,11 @@ from outsize.runtime.tensor_parallel import lower, parameter_placements
 TOLERANCE = 1e-10
 VOCABULARY = 32
 
-# Latency of zero: tiny models are split as large ones are. The second price makes holding bytes cheap, so
-# that time decides; the first makes it dear, so that everything is split that can be.
+# No latency: tiny models are split as large ones are. With "memory", holding a byte costs more than moving
+# it, so that everything is split that can be; with "time" it hardly counts.
 COSTS = {
-    "memory": {"link_latency_s": 0.0, "held_s_per_byte": 1e-9},
-    "time": {"link_latency_s": 1e-9, "held_s_per_byte": 1e-11, "flops_per_s": 1e12, "link_bytes_per_s": 1e12},
+    "memory": {"link_latency_s": 0.0, "held_activation_s_per_byte": 1e-9},
+    "time": {"link_latency_s": 0.0, "held_parameter_s_per_byte": 1e-11, "flops_per_s": 1e12},
 }
 
 

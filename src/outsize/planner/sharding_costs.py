@@ -25,8 +25,8 @@ _STATES = 4  # a trained parameter is held with its gradient and two moments
 class ShardingCosts:
     """Rates of the devices and of the links along the axis.
 
-    ``held_s_per_byte`` is the price of holding a byte for a whole step, parameters with their states and
-    activations alike: it decides where times are about equal, and makes what is large be split.
+    The prices of holding a byte for a step decide where times are about equal: high for parameters and
+    their states, which are there all the time, so that whatever is large is split; low for activations.
     """
 
     degree: int
@@ -34,7 +34,8 @@ class ShardingCosts:
     memory_bytes_per_s: float = 2e12
     link_bytes_per_s: float = 1e11
     link_latency_s: float = 1e-5
-    held_s_per_byte: float = 1e-9
+    held_parameter_s_per_byte: float = 1e-9
+    held_activation_s_per_byte: float = 2e-12
 
     # -- conversions ----------------------------------------------------------------------------
 
@@ -62,11 +63,12 @@ class ShardingCosts:
             local_bytes(s, p, self.degree) for s, p in zip(signature.outputs, rule.outputs, strict=True)
         )
         read = sum(local_bytes(s, p, self.degree) for s, p in zip(signature.inputs, rule.inputs, strict=True))
-        own_flops = flops / self.degree if _shares_work(rule) else flops
+        own_flops = flops / self.degree if rule.is_split else flops
         seconds = max(own_flops / self.flops_per_s, (kept + read) / self.memory_bytes_per_s)
         if not any(spec.requires_grad for spec in signature.outputs):
             return seconds
-        return seconds * 3 + kept * self.held_s_per_byte
+        is_passing = any(isinstance(placement, Partial) for placement in rule.outputs)
+        return seconds * 3 + (0 if is_passing else kept) * self.held_activation_s_per_byte
 
     def _held(self, specs: Sequence[TensorSpec], placements: Sequence[Placement]) -> int:
         return sum(local_bytes(s, p, self.degree) for s, p in zip(specs, placements, strict=True))
@@ -74,7 +76,7 @@ class ShardingCosts:
     def parameter_s(self, spec: TensorSpec, placement: Placement) -> float:
         """The price of holding a parameter and, where it is trained, its states."""
         states = _STATES if spec.requires_grad else 1
-        return local_bytes(spec, placement, self.degree) * states * self.held_s_per_byte
+        return local_bytes(spec, placement, self.degree) * states * self.held_parameter_s_per_byte
 
 
 _PREFERENCE = 1e-12  # with equal times, fewer collectives
@@ -99,10 +101,6 @@ def _collectives(before: Placement, after: Placement) -> tuple[tuple[str, ...], 
         case Partial(), Shard():
             result = ("reduce_scatter",), ("all_gather",)
     return result  # a partial sum is made on the spot
-
-
-def _shares_work(rule: OperatorRule) -> bool:
-    return any(isinstance(placement, Shard) for placement in (*rule.inputs, *rule.outputs))
 
 
 def local_bytes(spec: TensorSpec, placement: Placement, degree: int) -> int:

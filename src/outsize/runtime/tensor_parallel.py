@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 from outsize.errors import PlanError
 from outsize.model.fingerprint import operator_fingerprint
 from outsize.model.liveness import wanted_values
+from outsize.model.operator_rules.discover import RANDOM_BY_ELEMENT
 from outsize.model.operator_rules.placement import Placement, Replicate, Shard, parse_placement
 from outsize.model.operator_rules.rule import OperatorRule
 from outsize.model.operator_rules.shards import local_shape, shard_of
@@ -158,8 +159,8 @@ class _Lowering:
             return SplitKernel(rule.kernel, self.axis)
         if node.target in _RESHAPED:  # shards and gathered values may lie in memory another way
             return torch.ops.aten.reshape.default
-        if node.is_random and rule.is_split and not isinstance(node.target, str):
-            return OwnRandomStream(node.target, self.axis)
+        if node.target in RANDOM_BY_ELEMENT and rule.is_split:
+            return OwnRandomStream(node.target, self.axis)  # type: ignore[arg-type]
         return node.target
 
     def _divided(self, size: Any, node: Node) -> int:

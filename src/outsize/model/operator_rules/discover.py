@@ -24,16 +24,17 @@ from outsize.model.operator_rules.trial import Trial, TrialRefused
 from outsize.model.operator_rules.trial_shapes import TrialShapes, shrink_signature
 from outsize.model.program import TensorSpec
 
-__all__ = ["RuleFinder", "discover_rules"]
+__all__ = ["RANDOM_BY_ELEMENT", "RuleFinder", "discover_rules"]
 
 _MANY_INPUTS = 4
-_RANDOM_BY_ELEMENT = {
+RANDOM_BY_ELEMENT = {
     torch.ops.aten.native_dropout.default,
     torch.ops.aten.bernoulli_.float,
     torch.ops.aten.bernoulli.p,
     torch.ops.aten.rand_like.default,
     torch.ops.aten.randn_like.default,
 }
+_WITHOUT_CONTENT = {torch.ops.aten.empty_like.default}  # to be filled by the next operator
 Segments = tuple[tuple[int, ...], ...]
 
 
@@ -76,7 +77,10 @@ def discover_rules(
     """
     if not signature.inputs or not signature.outputs or degree < 2:
         return
-    relevant = tuple(p for p in segments if sum(p) in _sizes(signature))
+    if signature.target in _WITHOUT_CONTENT:
+        yield from _element_wise_rules(signature, degree)
+        return
+    relevant = tuple(p for p in segments if sum(p) in _sizes(signature) and not any(x % degree for x in p))
     shapes = shrink_signature(signature, degree, relevant)
     if shapes is None:
         return
@@ -208,9 +212,9 @@ class _Search:
 
 
 def _element_wise_rules(signature: OperatorSignature, degree: int) -> Iterator[OperatorRule]:
-    """A random operator that treats elements alike may run on shards, each drawing its own numbers."""
+    """An operator that treats elements alike, and whose values no trial can compare, splits along any dim."""
     shapes = {spec.shape for spec in (*signature.inputs, *signature.outputs)}
-    if signature.target not in _RANDOM_BY_ELEMENT or len(shapes) != 1:
+    if signature.target not in RANDOM_BY_ELEMENT | _WITHOUT_CONTENT or len(shapes) != 1:
         return
     for dim in range(len(signature.inputs[0].shape)):
         shard = Shard(dim)

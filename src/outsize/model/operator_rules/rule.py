@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outsize.model.operator_rules.placement import Partial, Placement, Replicate, Shard
+from outsize.model.operator_rules.placement import Placement, Replicate, Shard
 
 __all__ = ["OperatorRule"]
 
@@ -26,7 +26,7 @@ class OperatorRule:
     @property
     def is_split(self) -> bool:
         """Whether the ranks share the work, rather than all doing all of it."""
-        return any(not isinstance(placement, Replicate) for placement in (*self.inputs, *self.outputs))
+        return any(isinstance(placement, Shard) for placement in (*self.inputs, *self.outputs))
 
     def __str__(self) -> str:
         arrow = f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
@@ -50,8 +50,3 @@ class OperatorRule:
         """
         placement = Replicate(partial_gradient)
         return cls((placement,) * num_inputs, (placement,) * num_outputs)
-
-    @property
-    def reduces(self) -> bool:
-        """Whether some output is a partial sum."""
-        return any(isinstance(placement, Partial) for placement in self.outputs)

@@ -40,6 +40,8 @@ def _pieces_of_split(program: Program, node: Node) -> tuple[int, ...]:
         whole, parts = node.outputs[0], node.inputs
     else:
         return ()
+    if not program.specs[whole].dtype.is_floating_point:
+        return ()
     shapes = [program.specs[value].shape for value in parts]
     target = program.specs[whole].shape
     if any(len(shape) != len(target) for shape in shapes):
@@ -58,6 +60,8 @@ def _pieces_of_slices(program: Program) -> set[tuple[int, ...]]:
         if node.target is not aten.slice.Tensor or len(node.arguments) < 4:
             continue
         shape = program.specs[node.inputs[0]].shape
+        if not program.specs[node.inputs[0]].dtype.is_floating_point:
+            continue
         dim = node.arguments[1] % len(shape)
         ends = (node.arguments[2] or 0, shape[dim] if node.arguments[3] is None else node.arguments[3])
         at = {min(end % shape[dim] if end < 0 else end, shape[dim]) for end in ends if shape[dim]}

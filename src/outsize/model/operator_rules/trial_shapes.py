@@ -56,7 +56,7 @@ def shrink_signature(
         smaller = _with_sizes(signature, sizes)
         if _num_elements(smaller) <= _LARGEST_TRIAL * degree and _is_consistent(smaller):
             return TrialShapes(smaller, sizes)
-    return None
+    return shrink_signature(signature, degree) if segments else None
 
 
 def _num_elements(signature: OperatorSignature) -> int:
