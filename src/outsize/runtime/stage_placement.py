@@ -66,21 +66,22 @@ def place_stages(plan: Plan, recording: Program) -> StagePlacement:
             why="Training differentiates an output named loss, or the only scalar one.",
             attempt="a sample batch with labels, or a module whose forward returns the loss.",
         )
-    num_virtual = plan.schedule.num_virtual_stages
-    num_stages = plan.mesh.pp * num_virtual
-    if len(plan.stages) != num_stages and num_stages > 1:
+    if plan.mesh.pp == 1 and plan.schedule.num_virtual_stages > 1:
         raise PlanError(
-            f"The plan has {len(plan.stages)} stages, and its mesh needs {num_stages}.",
-            why=f"{plan.mesh.pp} pipeline ranks with {num_virtual} stages each.",
+            "One pipeline rank runs one stage.", why=f"The plan asks for {plan.schedule.num_virtual_stages}."
         )
-    if plan.mesh.pp == 1 and num_virtual > 1:
-        raise PlanError("One pipeline rank runs one stage.", why=f"The plan asks for {num_virtual}.")
     schedule = find_schedule(
         plan.schedule.name,
         num_ranks=plan.mesh.pp,
         num_microbatches=plan.schedule.num_microbatches,
-        num_virtual_stages=num_virtual if num_virtual > 1 else None,
+        num_virtual_stages=plan.schedule.num_virtual_stages,
     )
+    if len(plan.stages) != schedule.num_stages:
+        raise PlanError(
+            f"The plan has {len(plan.stages)} stages, and its schedule {schedule.num_stages}.",
+            why=f"{plan.mesh.pp} pipeline ranks run {plan.schedule.num_virtual_stages} each.",
+            attempt="one entry of `stages` for each.",
+        )
     validate_schedule(schedule)
     program = recording if plan.sharding is None else lower(recording, plan.sharding)
     cuts = [find_cut(program, stage.begins_at) for stage in plan.stages[1:]]
