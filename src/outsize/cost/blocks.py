@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.cluster.topology import Span
-from outsize.cost.collective import all_reduce_s, all_to_all_s
+from outsize.cost.collective import all_gather_s, all_reduce_s, all_to_all_s
 from outsize.cost.compute import Shards, efficiency_of, estimate_block_s
 from outsize.cost.layout import Job, Layout
 from outsize.cost.precision import element_bytes
@@ -156,6 +156,10 @@ def _block_cost(block: BlockProfile, job: Job, layout: Layout) -> BlockCost:
     scale = element_bytes(job.precision) / job.profile.bytes_per_element
     forward, backward = estimate_block_s(block, device, job.precision, samples, shards, scale)
     communication = _communication_s(block, job, layout, tensor, scale)
+    if mesh.cp > 1:  # passing keys and values round hides under the attention they are for
+        exchanged = block.context_exchange_bytes.of(samples) * scale / tensor
+        ring = all_gather_s(axis_span(job, mesh_stride(layout, "cp"), mesh.cp), exchanged)
+        communication += max(float(ring) - forward, 0.0)
     flops_s = 1 / (device.rate(job.precision) * efficiency_of(device).attention)
     selective = block.selective_recompute_flops.of(samples) / tensor / mesh.cp * flops_s
     return BlockCost(

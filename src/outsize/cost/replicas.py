@@ -29,9 +29,9 @@ def gather_wait_s(
 
     Gathers run beside each forward and backward, reductions beside each backward.
     """
-    if layout.state_sharding != "full" or layout.mesh.fsdp == 1:
+    if layout.state_sharding != "full" or layout.num_state_shards == 1:
         return 0.0 * forward_s
-    shards = axis_span(job, mesh_stride(layout, "fsdp"), layout.mesh.fsdp)
+    shards = axis_span(job, mesh_stride(layout, "cp"), layout.num_state_shards)
     gather = all_gather_s(shards, parameters * job.state.parameter)
     reduce = reduce_scatter_s(shards, trainable * job.state.gradient)
     overlap = job.software.overlap
@@ -48,17 +48,18 @@ def reduce_wait_s(
     if layout.state_sharding == "servers":
         num_bytes = parameters * per.parameter + trainable * per.gradient
         return server_traffic_s(job, mesh.dp, num_bytes)
-    if mesh.dp * mesh.fsdp == 1:
+    replicas = mesh.dp * mesh.fsdp * mesh.cp
+    if replicas == 1:
         return 0.0 * backward_s
     hidden = job.software.overlap * backward_s
     gradients = trainable * per.gradient
-    inner = mesh_stride(layout, "fsdp")
-    if layout.state_sharding == "none" or mesh.fsdp == 1:
-        return np.maximum(all_reduce_s(axis_span(job, inner, mesh.dp * mesh.fsdp), gradients) - hidden, 0.0)
-    outer = all_reduce_s(axis_span(job, mesh_stride(layout, "dp"), mesh.dp), gradients / mesh.fsdp)
+    inner, num_shards = mesh_stride(layout, "cp"), layout.num_state_shards
+    if num_shards == 1:
+        return np.maximum(all_reduce_s(axis_span(job, inner, replicas), gradients) - hidden, 0.0)
+    outer = all_reduce_s(axis_span(job, mesh_stride(layout, "dp"), mesh.dp), gradients / num_shards)
     if layout.state_sharding == "full":
         return np.maximum(outer - hidden, 0.0)
-    shards = axis_span(job, inner, mesh.fsdp)
+    shards = axis_span(job, inner, num_shards)
     gather = all_gather_s(shards, parameters * per.parameter)
     reduce = reduce_scatter_s(shards, gradients) + outer
     return np.maximum(reduce - hidden, 0.0) + np.maximum(gather - hidden / 2, 0.0)

@@ -85,6 +85,7 @@ class BlockProfile:
     operators: tuple[OperatorProfile, ...] = ()
     selective_saved_bytes: Amount | None = None  # kept when only attention scores are recomputed
     selective_recompute_flops: Amount = field(default_factory=Amount)
+    context_exchange_bytes: Amount = field(default_factory=Amount)  # keys and values, passed round over cp
     matmul_input_fraction: float = 0.0  # of saved activations: kept in one byte when computing in fp8
     num_expert_parameters: int = 0  # divided by expert parallelism
     all_to_all_bytes: Amount = field(default_factory=Amount)  # each of two in forward, two in backward

@@ -268,6 +268,9 @@ def _layer(
         shardable_parameter_fraction=1 - norms / parameters,
         shardable_activation_fraction=(split + scores) / (whole + split + scores),
         shardable_flops_fraction=1.0,
+        context_exchange_bytes=Amount(
+            len(attentions) * 2.0 * ELEMENT * tokens * config.kv_heads * config.width_of_head
+        ),
         matmul_input_fraction=inputs / (whole + split + scores),
         num_forward_all_reduces=len(parts),
         all_reduce_bytes=Amount(ELEMENT * tokens * h),
@@ -368,9 +371,14 @@ def spread_vocabulary(profile: ModelProfile) -> ModelProfile:
         for layer in layers
     ]
     kept = head.saved_activation_bytes.scaled(share)
-    ends = {"num_parameters": 0, "num_trainable_parameters": 0, "num_tied_parameters": 0}
-    first = replace(embedding, **ends)
+    first = replace(embedding, num_parameters=0, num_trainable_parameters=0)
     last = replace(
-        head, **ends, operators=head.operators[:1], tied_parameter_names=(), saved_activation_bytes=kept
+        head,
+        num_parameters=0,
+        num_trainable_parameters=0,
+        num_tied_parameters=0,
+        tied_parameter_names=(),
+        operators=head.operators[:1],
+        saved_activation_bytes=kept,
     )
     return replace(profile, blocks=(first, *spread, last))

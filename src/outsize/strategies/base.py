@@ -31,7 +31,7 @@ class Space:
 
 # What the runtime executes today, and everything that can be costed.
 RUNNABLE = Space(("pp", "dp", "tp"), 1, False, ("none",), False)
-ALL_LAYOUTS = Space(("pp", "dp", "fsdp", "tp", "ep"), 8, True, STATE_SHARDINGS, True)
+ALL_LAYOUTS = Space(("pp", "dp", "fsdp", "cp", "tp", "ep"), 8, True, STATE_SHARDINGS, True)
 
 
 class Strategy(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from outsize.cost.layout import Job
 from outsize.plan.plan import Mesh
@@ -10,7 +11,9 @@ from outsize.plan.reasons import Reason, ReasonCode
 from outsize.strategies.base import Space, Strategy, tensor_degrees, world_sizes
 from outsize.strategies.pipeline_parallel import max_stages
 
-__all__ = ["Combined"]
+__all__ = ["LONG_SEQUENCE", "Combined"]
+
+LONG_SEQUENCE = 16384  # tokens from which cutting the sequence over cp is considered
 
 
 class Combined(Strategy):
@@ -46,10 +49,18 @@ def _factorings(job: Job, num_devices: int, space: Space) -> Iterator[Mesh]:
         for ep in (1, *_expert_degrees(job, num_devices, space)):
             if num_devices % (tp * ep):
                 continue
-            rest = num_devices // (tp * ep)
-            for pp in range(1, min(rest, most_stages) + 1):
-                if rest % pp == 0 and job.global_batch % (rest // pp * ep) == 0:
-                    yield Mesh(pp=pp, dp=rest // pp, tp=tp, ep=ep)
+            for cp in _context_degrees(job, num_devices // (tp * ep), space):
+                rest = num_devices // (tp * ep * cp)
+                for pp in range(1, min(rest, most_stages) + 1):
+                    if rest % pp == 0 and job.global_batch % (rest // pp * ep) == 0:
+                        yield Mesh(pp=pp, dp=rest // pp, cp=cp, tp=tp, ep=ep)
+
+
+def _context_degrees(job: Job, num_devices: int, space: Space) -> list[int]:
+    """Ways of cutting the sequence: only long ones are worth it."""
+    if "cp" not in space.axes or job.profile.tokens_per_sample < LONG_SEQUENCE:
+        return [1]
+    return [degree for degree in (1, 2, 4, 8) if num_devices % degree == 0]
 
 
 def _expert_degrees(job: Job, num_devices: int, space: Space) -> list[int]:
@@ -62,11 +73,11 @@ def _sharded(mesh: Mesh, job: Job, space: Space) -> Iterator[tuple[Mesh, str]]:
     """Yield ``mesh`` with each level of state sharding over all replicas or those of one machine."""
     yield mesh, "none"
     replicas = mesh.dp
-    if replicas == 1 or "fsdp" not in space.axes:
+    if replicas * mesh.cp == 1 or "fsdp" not in space.axes:
         return
-    local = max(len(job.cluster.machines[0].devices) // (mesh.tp * mesh.ep), 1)
+    local = max(len(job.cluster.machines[0].devices) // (mesh.cp * mesh.tp * mesh.ep), 1)
     shards = {replicas} | ({local} if 1 < local < replicas and replicas % local == 0 else set())
     for degree in sorted(shards):
-        divided = Mesh(pp=mesh.pp, dp=replicas // degree, fsdp=degree, tp=mesh.tp, ep=mesh.ep)
+        divided = replace(mesh, dp=replicas // degree, fsdp=degree)
         for level in space.state_shardings[1:]:
             yield divided, level
