@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -21,7 +22,13 @@ def broken_guards(program: Program, entries: Mapping[str, torch.Tensor]) -> list
     broken = []
     for guard in program.guards:
         value = evaluate_from_batch(program, guard.value, entries)
-        found = tuple(value.shape) if isinstance(guard.expected, tuple) else value.item()
+        found = _what_was_taken(value, is_shape=isinstance(guard.expected, tuple))
         if found != guard.expected:
             broken.append(f"{guard.source} read {guard.expected} when recorded, {found} from this batch")
     return broken
+
+
+def _what_was_taken(value: torch.Tensor, *, is_shape: bool) -> Any:
+    if is_shape:
+        return tuple(value.shape)
+    return value.item() if value.numel() == 1 else int(value.count_nonzero())

@@ -110,7 +110,10 @@ class LossTerm:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A number, or a shape as a tuple, that the forward took from ``value``, which follows from the batch."""
+    """What the forward took from ``value``, which follows from the batch.
+
+    A number, a shape as a tuple, or of a mask the number of its true elements.
+    """
 
     value: int
     expected: bool | int | float | tuple[int, ...]

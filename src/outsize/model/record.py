@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path
 
 from outsize.errors import RecordingError
+from outsize.model.autograd_functions import autograd_functions_recorded
 from outsize.model.batch_entries import flatten_batch
-from outsize.model.fake import fake_tensor_like, fake_tensors_in
-from outsize.model.known_values import KnownValues
+from outsize.model.execution import Execution, on_shapes, on_values
 from outsize.model.leaves import choose_leaves, has_parameters, initially_open
 from outsize.model.library_settings import training_settings
 from outsize.model.loss_terms import find_loss_terms
-from outsize.model.program import NodeKind, Program, TensorSpec
+from outsize.model.program import Node, NodeKind, Program, Rung, TensorSpec
 from outsize.model.recorder import LeafMustOpen, Recorder
 from outsize.model.repeated_calls import RepeatedCalls
-from outsize.model.shapes import shapes_only
+from outsize.model.slice import tainted_nodes
 
 __all__ = ["Granularity", "loss_tensor", "record_module"]
 
@@ -38,21 +40,37 @@ def record_module(module: nn.Module, batch: Any, *, granularity: Granularity = "
         RecordingError: the forward fails on tensors without values, or hides where a value comes from.
     """
     try:
-        return _record(module, batch, granularity, reuse=True)
-    except RecordingError:  # perhaps a block was needed that only looked like an earlier one
-        return _record(module, batch, granularity, reuse=False)
+        return _record(module, batch, granularity, on_shapes, reuse=True)
+    except RecordingError as error:
+        # perhaps a block was needed that only looked like an earlier one, or values are
+        rung = on_values if _has_values(module, batch) else on_shapes
+        program = _record(module, batch, granularity, rung, reuse=False)
+        if program.rung is Rung.REAL_TENSORS:
+            program.warnings.append(f"recorded on real tensors, because {error.what}")
+        return program
 
 
-def _record(module: nn.Module, batch: Any, granularity: Granularity, *, reuse: bool) -> Program:
+def _has_values(module: nn.Module, batch: Any) -> bool:
+    tensors = [*module.parameters(), *module.buffers(), *flatten_batch(batch)[0].values()]
+    return not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+def _record(
+    module: nn.Module,
+    batch: Any,
+    granularity: Granularity,
+    rung: Callable[..., AbstractContextManager[Execution]],
+    *,
+    reuse: bool,
+) -> Program:
     entries, layout = flatten_batch(batch)
     opened = initially_open(module)
     for _ in range(_MAX_RECORDINGS):
         leaves = choose_leaves(module, opened) if granularity == "blocks" else []
         try:
-            with training_settings(module), shapes_only() as shapes, fake_tensors_in(module, shapes.mode):
-                fakes = {name: fake_tensor_like(tensor, shapes.mode) for name, tensor in entries.items()}
-                args, kwargs = layout.restore(fakes)
-                recorder = Recorder(module, fakes, KnownValues(entries, fakes), shapes)
+            with training_settings(module), rung(module, entries) as execution:
+                args, kwargs = layout.restore(execution.entries)
+                recorder = Recorder(module, execution)
                 output = _run(recorder, module, leaves, args, kwargs, reuse=reuse)
                 return _finish(recorder, output, num_samples=_num_samples(entries))
         except LeafMustOpen as signal:
@@ -94,6 +112,7 @@ def _run(
     repeated = RepeatedCalls() if reuse else None
     with ExitStack() as stack:
         stack.enter_context(_track_modules(recorder, module))
+        stack.enter_context(autograd_functions_recorded(recorder))
         for name in leaves:
             stack.enter_context(_leaf_calls_recorded(recorder, name, module.get_submodule(name), repeated))
         stack.enter_context(recorder)
@@ -204,7 +223,7 @@ def _finish(recorder: Recorder, output: Any, num_samples: int) -> Program:
         raise LeafMustOpen(recorder.escaped)
     loss = loss_tensor(output)
     program = Program(
-        nodes=recorder.nodes,
+        nodes=[_with_own_gradient(recorder, node) for node in recorder.nodes],
         specs={
             value: TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
             for value, tensor in recorder.tensors.items()
@@ -214,10 +233,32 @@ def _finish(recorder: Recorder, output: Any, num_samples: int) -> Program:
         constants=recorder.constants,
         storages={value: tensor.untyped_storage()._cdata for value, tensor in recorder.tensors.items()},
         guards=tuple(recorder.guards),
+        rung=recorder.execution.rung,
         loss_value=None if loss is None else recorder.reference(loss).value,
     )
+    _refuse_guards_on_parameters(program)
     program.loss_terms = find_loss_terms(program, num_samples)
     return program
+
+
+def _with_own_gradient(recorder: Recorder, node: Node) -> Node:
+    """Turn gradients on for a library's own operator: its kernel ran without, inside an autograd function."""
+    has_gradient = any(recorder.tensors[value].requires_grad for value in node.outputs)
+    if node.grad_enabled or not has_gradient or node.kind is not NodeKind.OPERATOR:
+        return node
+    return replace(node, grad_enabled=getattr(node.target, "namespace", "aten") not in ("aten", "prim"))
+
+
+def _refuse_guards_on_parameters(program: Program) -> None:
+    """Refuse numbers taken from tensors that training changes: the recording would keep the first ones."""
+    tainted, producers = tainted_nodes(program), program.producers
+    for guard in program.guards:
+        if tainted[producers[guard.value]]:
+            raise RecordingError(
+                f"the forward takes a number from a tensor at {guard.source}",
+                why="it depends on parameters or random numbers, so it changes while training",
+                attempt="keep such numbers inside a block, or compute with tensors",
+            )
 
 
 def loss_tensor(output: Any) -> torch.Tensor | None:

@@ -7,20 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from outsize.errors import RecordingError
-from outsize.model.fake import fake_tensor_like
-from outsize.model.known_values import KnownValues
+from outsize.model.execution import Execution, has_mask
 from outsize.model.program import Guard, Node, NodeKind, Ref
-from outsize.model.shapes import DATA_DEPENDENT, Shapes
 from outsize.model.user_frame import user_frame
 
 __all__ = ["LeafMustOpen", "Recorder"]
@@ -37,12 +30,9 @@ class LeafMustOpen(Exception):  # noqa: N818 - a signal to record again, not an 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes nodes while active. Every tensor seen is kept alive, so that ``id`` identifies it."""
 
-    def __init__(
-        self, module: nn.Module, entries: dict[str, torch.Tensor], known: KnownValues, shapes: Shapes
-    ) -> None:
+    def __init__(self, module: nn.Module, execution: Execution) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known = known
-        self.shapes = shapes
+        self.execution = execution
         self.nodes: list[Node] = []
         self.tensors: dict[int, torch.Tensor] = {}  # value -> tensor
         self.constants: dict[str, torch.Tensor] = {}
@@ -60,7 +50,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._attributes.setdefault(id(parameter), (NodeKind.PARAMETER, name))
         for name, buffer in module.named_buffers(remove_duplicate=False):
             self._attributes.setdefault(id(buffer), (NodeKind.BUFFER, name))
-        for key, tensor in entries.items():
+        for key, tensor in execution.entries.items():
             self._add(NodeKind.INPUT, key, [tensor])
 
     # -- values ---------------------------------------------------------------------------------
@@ -173,47 +163,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self.leaf is not None:
             self.leaf_is_random |= torch.Tag.nondeterministic_seeded in func.tags
-            result = self._execute(func, args, kwargs)[0]
+            result, _ = self.execution.run(func, args, kwargs, inside_leaf=True)
             self._watch(result, self.leaf)
             return result
         arguments = self.flatten_arguments(args, kwargs)
         mutated = _written_arguments(func, args, kwargs)
-        result, is_read = self._execute(func, args, kwargs)
+        result, is_read = self.execution.run(func, args, kwargs, inside_leaf=False)
         if mutated or any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(result)[0]):
             is_random = torch.Tag.nondeterministic_seeded in func.tags
             self.add_call(NodeKind.OPERATOR, func, arguments, result, mutated=mutated, is_random=is_random)
         if is_read:
-            self._add_guards(func, arguments[0], result)
+            self._add_guards(func, args, arguments[0], result)
         return result
 
-    def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-        """Run an operator on shapes, and on values where they are known.
-
-        Returns the result and whether values of the batch decided it.
-        """
-        leaves, structure = tree_flatten((args, kwargs))
-        if func in DATA_DEPENDENT:
-            real = self.known.compute(func, leaves, structure)
-            if real is not None:
-                result = tree_map(self._without_values, real)
-                self.known.remember(leaves, result, real)
-                return result, self.known.depend_on_batch(leaves)
-            self.shapes.may_guess = self.leaf is not None
-        try:
-            result = func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise _depends_on_values(func) from error
-        finally:
-            self.shapes.may_guess = False
-        self.known.follow(func, leaves, structure, result)
-        return result, False
-
-    def _without_values(self, leaf: Any) -> Any:
-        return fake_tensor_like(leaf, self.shapes.mode) if isinstance(leaf, torch.Tensor) else leaf
-
-    def _add_guards(self, func: Any, arguments: list[Any], result: Any) -> None:
+    def _add_guards(self, func: Any, args: tuple[Any, ...], arguments: list[Any], result: Any) -> None:
         """Keep what was read from the batch, to check it for other batches."""
         source = user_frame()
+        if has_mask(func, args):
+            masks = [index for index in args[1] if index is not None and index.dtype is torch.bool]
+            counts = self.execution.count_selected(masks)
+            for mask, count in zip(masks, counts, strict=True):
+                self.guards.append(Guard(self._value_of[id(mask)], count, source))
+            return
         if func is torch.ops.aten._local_scalar_dense.default:
             self.guards.append(Guard(arguments[0].value, result, source))
             return
@@ -234,14 +205,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     continue
                 self._made_inside[id(tensor)] = leaf
                 self._kept.append(tensor)
-
-
-def _depends_on_values(func: Any) -> RecordingError:
-    return RecordingError(
-        f"the forward takes a number from a tensor at {user_frame()}",
-        why=f"{func} needs values that depend on parameters, on random numbers or on a batch without values",
-        attempt="give a sample batch with values; keep such numbers inside a block, or compute with tensors",
-    )
 
 
 def _memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -1,0 +1,43 @@
+"""Custom autograd functions called between blocks: kept whole, or their backward would be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from outsize.model.program import NodeKind
+from outsize.model.recorder import Recorder
+
+__all__ = ["autograd_functions_recorded"]
+
+
+@contextmanager
+def autograd_functions_recorded(recorder: Recorder) -> Iterator[None]:
+    """Write a call of a ``torch.autograd.Function`` outside blocks as one node while inside.
+
+    Its forward runs without gradients, so that the operators in it would be recorded as constants.
+    """
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        call = original.__get__(None, cls)
+        # operators of libraries have such functions inside, and are recorded themselves
+        if recorder.leaf is not None or cls.__module__.startswith("torch."):
+            return call(*args, **kwargs)
+        arguments = recorder.flatten_arguments(args, kwargs)
+        recorder.leaf = cls.__qualname__
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            recorder.leaf = None
+        recorder.add_call(NodeKind.OPERATOR, call, arguments, result)
+        return result
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
