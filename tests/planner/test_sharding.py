@@ -12,7 +12,7 @@ from outsize.model.operator_rules.shards import local_shape
 from outsize.model.program import NodeKind, Program
 from outsize.model.record import record_module
 from outsize.plan.sharding import Sharding
-from outsize.planner.sharding import plan_sharding
+from outsize.planner.sharding import plan_module_sharding, plan_sharding
 from outsize.planner.sharding_costs import ShardingCosts
 from outsize.runtime.collectives import Conversion, OwnRandomStream
 from outsize.runtime.tensor_parallel import lower, parameter_placements
@@ -128,6 +128,21 @@ def test_dropout_on_split_values_draws_for_each_rank_and_on_whole_ones_for_all()
         "transformer.h.1.attn.resid_dropout": False,
         "transformer.h.1.mlp.dropout": False,
     }
+
+
+def test_evaluation_without_dropout_holds_parameters_as_training_does():
+    """The operators differ, what lies on the ranks does not."""
+    module = gpt2()
+    sharding = plan_module_sharding(module, tokens(1, 511), 4)
+    assert sharding.evaluation is not None
+    evaluated = record(module.eval(), tokens(1, 511))
+    assert sharding.evaluation.parameters.items() <= sharding.parameters.items()
+    split = lower(evaluated, sharding)
+    assert any(isinstance(node.target, Conversion) for node in split.nodes)
+    specs = {
+        str(n.target): split.specs[n.outputs[0]].shape for _, n in split.nodes_of_kind(NodeKind.PARAMETER)
+    }
+    assert specs["transformer.h.1.attn.c_attn.weight"] == (1024, 768)
 
 
 def test_a_divisible_sequence_is_split_between_the_products():

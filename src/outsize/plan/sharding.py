@@ -31,6 +31,7 @@ class Sharding:
     ``choices[i]`` is what node ``i`` of the recording of operators does: a position in ``rules``,
     ``REPLICATED`` or ``UNUSED``. ``fingerprint`` names the sequence of operators this was decided for;
     shapes may differ in the batch. ``parameters`` are the placements of those that are split.
+    ``evaluation`` is the split of the model in evaluation mode, where that runs other operators (no dropout).
     """
 
     degree: int
@@ -38,3 +39,4 @@ class Sharding:
     choices: tuple[int, ...]
     fingerprint: str
     parameters: dict[str, str] = field(default_factory=dict)
+    evaluation: Sharding | None = None

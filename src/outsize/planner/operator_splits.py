@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outsize.model.deferred import build_deferred
-from outsize.model.record import record_module
 from outsize.model.source import ModelSource
 from outsize.plan.plan import Plan
-from outsize.planner.sharding import plan_sharding
+from outsize.planner.sharding import plan_module_sharding
 
 __all__ = ["add_operator_splits"]
 
@@ -22,5 +21,5 @@ def add_operator_splits(plan: Plan, source: ModelSource) -> Plan:
     if plan.mesh.tp == 1:
         return plan
     module = build_deferred(source.factory).module
-    program = record_module(module, source.sample_batch(plan.microbatch_size), granularity="operators")
-    return replace(plan, sharding=plan_sharding(program, plan.mesh.tp))
+    batch = source.sample_batch(plan.microbatch_size)
+    return replace(plan, sharding=plan_module_sharding(module, batch, plan.mesh.tp))

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
 
 from outsize.errors import PlanError
 from outsize.model.fingerprint import operator_fingerprint
@@ -13,16 +18,45 @@ from outsize.model.operator_rules.rule import OperatorRule
 from outsize.model.operator_rules.segments import fused_segments
 from outsize.model.operator_rules.signature import signature_of
 from outsize.model.program import NodeKind, Program
+from outsize.model.record import record_module
 from outsize.plan.sharding import REPLICATED, UNUSED, Sharding, ShardingRule
 from outsize.planner.sharding_classes import NodeClass, ValueGroup, classify_nodes, group_values
 from outsize.planner.sharding_costs import ShardingCosts, forward_flops, local_bytes
 from outsize.planner.sharding_options import NodeOptions
 from outsize.planner.sharding_problem import ChoiceProblem, Edge
 
-__all__ = ["plan_sharding"]
+__all__ = ["plan_module_sharding", "plan_sharding"]
 
 _WANTED = -1  # the class of a consumer that stands for the program's outputs
 _STATES = 4  # parameter, gradient and two moments
+
+
+def plan_module_sharding(
+    module: nn.Module,
+    batch: Any,
+    degree: int,
+    *,
+    costs: ShardingCosts | None = None,
+    parameter_limit_bytes: float | None = None,
+) -> Sharding:
+    """Return the split of a module called with ``batch``, in its present mode and in evaluation mode.
+
+    Raises:
+        PlanError: nothing in the module can be split, or the limit is too small.
+        RecordingError: the forward cannot be recorded.
+    """
+    modes = {part: part.training for part in module.modules()}
+    try:
+        program = record_module(module, batch, granularity="operators")
+        sharding = plan_sharding(program, degree, costs=costs, parameter_limit_bytes=parameter_limit_bytes)
+        evaluated = record_module(module.eval(), batch, granularity="operators")
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+    if operator_fingerprint(evaluated) == sharding.fingerprint:
+        return sharding
+    evaluation = plan_sharding(evaluated, degree, costs=costs, held_as=sharding.parameters)
+    return replace(sharding, evaluation=evaluation)
 
 
 def plan_sharding(
@@ -31,15 +65,17 @@ def plan_sharding(
     *,
     costs: ShardingCosts | None = None,
     parameter_limit_bytes: float | None = None,
+    held_as: Mapping[str, str] | None = None,
 ) -> Sharding:
     """Return the split of a recording of operators over ``degree`` ranks with the least cost.
 
     ``parameter_limit_bytes`` is a hard limit on what one rank holds of parameters, gradients and moments.
+    ``held_as`` gives the placements of parameters that are split already; the others are then whole.
 
     Raises:
         PlanError: the program records whole blocks, nothing in it can be split, or the limit is too small.
     """
-    search = _Search(program, degree, costs or ShardingCosts(degree))
+    search = _Search(program, degree, costs or ShardingCosts(degree), held_as)
     chosen = search.solve(parameter_limit_bytes)
     if not any(rule.is_split for rule in chosen.values()):
         raise PlanError(
@@ -51,11 +87,17 @@ def plan_sharding(
 
 
 class _Search:
-    def __init__(self, program: Program, degree: int, costs: ShardingCosts) -> None:
+    def __init__(
+        self,
+        program: Program,
+        degree: int,
+        costs: ShardingCosts,
+        held_as: Mapping[str, str] | None = None,
+    ) -> None:
         self.program, self.degree, self.costs = program, degree, costs
         self.nodes = live_nodes(program)
         self.finder = RuleFinder(degree, fused_segments(program))
-        self.node_options = NodeOptions(program, self.nodes, self.finder)
+        self.node_options = NodeOptions(program, self.nodes, self.finder, held_as)
         self.classes = classify_nodes(program, self.nodes)
         self.options = {c.index: self.node_options.of(c.representative) for c in self.classes}
         self.problem = ChoiceProblem()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from outsize.errors import PlanError
 from outsize.model.operator_rules.discover import RuleFinder
-from outsize.model.operator_rules.placement import Placement, Replicate, Shard
+from outsize.model.operator_rules.placement import Placement, Replicate, Shard, parse_placement
 from outsize.model.operator_rules.rule import OperatorRule
 from outsize.model.operator_rules.signature import OperatorSignature, signature_of
 from outsize.model.program import Node, NodeKind, Program
@@ -17,15 +17,28 @@ __all__ = ["NodeOptions", "storages_written_between_reads"]
 
 
 class NodeOptions:
-    """The rules each of ``nodes`` may take; the first is always to run replicated."""
+    """The rules each of ``nodes`` may take; the first is always to run replicated.
 
-    def __init__(self, program: Program, nodes: Sequence[int], finder: RuleFinder) -> None:
+    With ``held_as``, parameters have no choice: they are split as it says, or whole.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        nodes: Sequence[int],
+        finder: RuleFinder,
+        held_as: Mapping[str, str] | None = None,
+    ) -> None:
         self.program = program
         self.nodes = nodes
         self._finder = finder
         self._tainted = tainted_nodes(program)
         self._pinned = storages_written_between_reads(program, nodes)
         self._of_parameter = self._parameter_placements()
+        if held_as is not None:
+            for _, node in program.nodes_of_kind(NodeKind.PARAMETER):
+                placement = parse_placement(held_as.get(str(node.target), str(Replicate())))
+                self._of_parameter[node.outputs[0]] = [placement]
 
     def of(self, index: int) -> list[OperatorRule]:
         """Return the options of a node."""

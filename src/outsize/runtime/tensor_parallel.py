@@ -40,7 +40,10 @@ def lower(program: Program, sharding: Sharding, *, axis: str = "tp") -> Program:
     Raises:
         PlanError: the sharding was made for another model, or sizes do not divide as it needs.
     """
-    if operator_fingerprint(program) != sharding.fingerprint or len(sharding.choices) != len(program.nodes):
+    fingerprint = operator_fingerprint(program)
+    if sharding.evaluation is not None and fingerprint == sharding.evaluation.fingerprint:
+        sharding = sharding.evaluation
+    if fingerprint != sharding.fingerprint or len(sharding.choices) != len(program.nodes):
         raise PlanError(
             "The plan's operator splits do not belong to this model.",
             why="the recorded operators differ from those the plan was made for",
@@ -160,7 +163,7 @@ class _Lowering:
         if node.target in _RESHAPED:  # shards and gathered values may lie in memory another way
             return torch.ops.aten.reshape.default
         if node.target in RANDOM_BY_ELEMENT and rule.is_split:
-            return OwnRandomStream(node.target, self.axis)  # type: ignore[arg-type]
+            return OwnRandomStream(node.target, self.axis)
         return node.target
 
     def _divided(self, size: Any, node: Node) -> int:
