@@ -42,7 +42,9 @@ def try_candidate(
         plan = (
             _replica_plan(candidate, request, verdict)
             if is_hopeless and verdict is not None
-            else plan_profile(profile, source, replace(request, mesh=candidate.mesh)).best
+            else plan_profile(
+                profile, source, replace(request, mesh=candidate.mesh, num_microbatches=request.global_batch)
+            ).best
         )
         settings = RunSettings(num_steps=3, write_checkpoint=False, show_progress=False)
         reports = run_under_plan(plan, request, settings, directory / candidate.strategy)

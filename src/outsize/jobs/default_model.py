@@ -16,13 +16,13 @@ SEQUENCE = 64
 
 
 def build() -> nn.Module:
-    """Return a byte-level causal language model of 14 million parameters."""
+    """Return a byte-level causal language model of 27 million parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=320,
-        intermediate_size=896,
+        hidden_size=448,
+        intermediate_size=1216,
         num_hidden_layers=12,
         num_attention_heads=8,
         num_key_value_heads=4,

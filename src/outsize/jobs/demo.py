@@ -26,8 +26,8 @@ __all__ = ["DEMO_REQUEST", "run_demo"]
 
 DEMO_REQUEST = PlanRequest(
     model="outsize.jobs.default_model:build",
-    cluster="4xcpu:128MiB",
-    global_batch=16,
+    cluster="4xcpu:256MiB",
+    global_batch=8,
     optimizer=OptimizerSpec(learning_rate=1e-3, max_gradient_norm=1.0),
 )
 _CANDIDATES = (

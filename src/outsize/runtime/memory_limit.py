@@ -12,7 +12,7 @@ from outsize.errors import DoesNotFitError, LaunchError
 from outsize.runtime.process_memory import is_supported, read_memory_bytes
 from outsize.units import format_bytes
 
-__all__ = ["apply_memory_limit", "readable_out_of_memory"]
+__all__ = ["apply_memory_limit", "lift_memory_limit", "readable_out_of_memory"]
 
 _REFUSED = re.compile(
     r"can.t allocate memory|not enough memory|bad_alloc|out of memory|cannot allocate memory", re.IGNORECASE
@@ -42,6 +42,16 @@ def apply_memory_limit(limit_bytes: int) -> None:
     wanted = read_memory_bytes("VmData") + limit_bytes
     soft_limit = wanted if hard_limit == resource.RLIM_INFINITY else min(wanted, hard_limit)
     resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard_limit))
+
+
+def lift_memory_limit() -> None:
+    """Let this process allocate again as much as the system allows; without a limit, change nothing."""
+    if not is_supported():
+        return
+    import resource  # absent on Windows
+
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard_limit, hard_limit))
 
 
 @contextmanager

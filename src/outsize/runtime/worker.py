@@ -14,6 +14,7 @@ from outsize.model.argument import load_model
 from outsize.plan.plan import Plan
 from outsize.runtime.batch_source import BatchSource
 from outsize.runtime.launch import LocalLaunch, launch_local
+from outsize.runtime.memory_limit import lift_memory_limit
 from outsize.runtime.parallelize import parallelize
 from outsize.runtime.process_memory import apply_steady_allocation
 from outsize.runtime.runnable import check_runnable
@@ -95,9 +96,11 @@ def run_rank(job: TrainingJob) -> RankReport:
         if job.resume:
             model.load_checkpoint(checkpoints)
         summary = trainer.train(job.num_steps)
+        peak_memory_bytes = model.memory.measure_peak_bytes()
         if job.write_checkpoint:
+            lift_memory_limit()  # files are written from the memory of the machine, not of the device
             model.save_checkpoint(checkpoints)
-        return _report(model.mesh.rank, summary, model.memory.measure_peak_bytes())
+        return _report(model.mesh.rank, summary, peak_memory_bytes)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
