@@ -96,6 +96,20 @@ class BlockCosts:
         return float(self.step_s.sum())
 
     @cached_property
+    def whole_saved_bytes(self) -> float:
+        """Bytes that one micro-batch keeps in all blocks, nothing recomputed."""
+        return float(self.saved_bytes.sum())
+
+    @cached_property
+    def recompute_rate(self) -> tuple[float, float]:
+        """Most bytes that recomputing can free, and the fewest seconds a byte of it takes."""
+        saving = np.maximum(self.saved_bytes - self.full_saved_bytes, 0.0)
+        useful = saving > 0
+        if not useful.any():
+            return 0.0, 0.0
+        return float(saving.sum()), float((self.full_s[useful] / saving[useful]).min())
+
+    @cached_property
     def whole_forward_s(self) -> float:
         """Seconds of the forwards of all blocks."""
         return float(self.forward_s.sum())

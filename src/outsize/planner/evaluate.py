@@ -51,6 +51,7 @@ class Evaluator:
     allows_recompute: bool = False
     bounds: tuple[int, ...] | None = None  # pinned stage cuts
     _costs: dict[tuple[object, ...], BlockCosts] = field(default_factory=dict)
+    _rooms: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
 
     def costs(self, layout: Layout) -> BlockCosts:
         """Return block costs, which depend on inner degrees and the micro-batch size alone."""
@@ -70,12 +71,15 @@ class Evaluator:
         return Evaluated(layout, cuts.assignment, estimate, cuts.fits)
 
     def lower_bound_s(self, layout: Layout) -> float:
-        """Seconds that no cut of this layout can beat: perfect balance, nothing recomputed or sent.
+        """Seconds that no cut of this layout can beat: perfect balance, nothing sent; infinite: cannot fit.
 
         What a stage waits for gathers is convex in its share of the model, so the mean stage waits least.
         """
         costs, pp = self.costs(layout), layout.mesh.pp
-        whole = costs.whole_step_s
+        again = self._least_recompute_s(layout, costs)
+        if math.isinf(again):
+            return math.inf
+        whole = costs.whole_step_s + again
         if layout.state_sharding == "full":
             whole += pp * gather_wait_s(
                 self.job,
@@ -88,6 +92,36 @@ class Evaluator:
         pace = whole / pp
         passes = layout.num_microbatches * pace + (whole - pace) * layout.idle_share
         return float(passes) * self.job.software.factor / self._fastest_over_weakest
+
+    def _least_recompute_s(self, layout: Layout, costs: BlockCosts) -> float:
+        """Seconds a micro-batch that recomputing takes at least, over all ranks; infinite if it cannot help.
+
+        Rank s has room for (memory - state) / c_s of a micro-batch, c_s in flight; state is taken to lie
+        where it costs least room.
+        """
+        room, most = self._room(layout)
+        reserve = self.job.cluster.weakest_device().reserve_bytes
+        state = (self.least_bytes(layout) - reserve) * layout.mesh.pp
+        lacking = costs.whole_saved_bytes - ((self._largest_bytes - reserve) * room - state / most)
+        if lacking <= 0:
+            return 0.0
+        freed, seconds_per_byte = costs.recompute_rate
+        if not self.allows_recompute or lacking > freed:
+            return math.inf
+        return lacking * seconds_per_byte
+
+    def _room(self, layout: Layout) -> tuple[float, float]:
+        """Sum over ranks of 1 / (fewest micro-batches in flight of a chunk), and the most of any chunk."""
+        key = (layout.mesh.pp, layout.num_microbatches, layout.schedule, layout.num_virtual_stages)
+        if key not in self._rooms:
+            counts = [layout.in_flight(stage) for stage in range(layout.mesh.pp)]
+            most = max(max(each) for each in counts)
+            self._rooms[key] = (sum(1 / min(each) for each in counts), float(most))
+        return self._rooms[key]
+
+    @cached_property
+    def _largest_bytes(self) -> int:
+        return max(device.memory_bytes for device in self.job.cluster.distinct_devices)
 
     @cached_property
     def _fastest_over_weakest(self) -> float:
@@ -114,14 +148,14 @@ class Evaluator:
     def search(self, layouts: Iterable[Layout]) -> Outcome:
         """Return the fastest layout that fits; evaluates only those that could still win."""
         outcome = Outcome()
-        largest = max(device.memory_bytes for device in self.job.cluster.distinct_devices)
         ordered, hopeless = [], []
         for layout in layouts:
             outcome.num_layouts += 1
-            if self.least_bytes(layout) > largest:
+            bound = self.lower_bound_s(layout)
+            if self.least_bytes(layout) > self._largest_bytes or math.isinf(bound):
                 hopeless.append(layout)
             else:
-                ordered.append((self.lower_bound_s(layout), layout))
+                ordered.append((bound, layout))
         ordered.sort(key=lambda pair: pair[0])
         unfit: list[Layout] = []
         for bound, layout in ordered:
