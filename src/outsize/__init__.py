@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from outsize.model.recording import record
     from outsize.runtime.parallelize import parallelize
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "parallelize"]
+__all__ = ["__version__", "parallelize", "record"]
 
-_LAZY = {"parallelize": "outsize.runtime.parallelize"}  # modules that import torch
+_LAZY = {
+    "parallelize": "outsize.runtime.parallelize",
+    "record": "outsize.model.recording",
+}  # modules that import torch
 
 
 def __getattr__(name: str) -> Any:

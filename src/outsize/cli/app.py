@@ -9,6 +9,7 @@ import typer
 from outsize.cli.compare import compare
 from outsize.cli.demo import demo
 from outsize.cli.explain import explain
+from outsize.cli.inspect import inspect
 from outsize.cli.plan import plan
 from outsize.cli.train import train
 from outsize.cli.validate import validate
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.command()(plan)
 app.command()(explain)
+app.command()(inspect)
 app.command()(compare)
 app.command()(validate)
 app.command()(train)

@@ -12,13 +12,19 @@ their own. Values are numbered in the order they were made, so every list of nod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import TreeSpec
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from outsize.model.stage_module import StageModule
 
 __all__ = ["CutPoint", "Guard", "LossTerm", "Node", "NodeKind", "Program", "Ref", "Rung", "TensorSpec"]
 
@@ -149,11 +155,49 @@ class Program:
     guards: tuple[Guard, ...] = ()  # hold for the recorded batch; others are checked
     rung: Rung = Rung.FAKE_TENSORS
     warnings: list[str] = field(default_factory=list)
+    module: nn.Module | None = None  # that was recorded, where stage modules are wanted
 
     @property
     def producers(self) -> dict[int, int]:
         """Index of the node that makes each value."""
         return {value: index for index, node in enumerate(self.nodes) for value in node.outputs}
+
+    def cut_points(self) -> list[CutPoint]:
+        """Return the places where the program may be cut, in order."""
+        from outsize.model.cuts import cut_points
+
+        return cut_points(self)
+
+    def slice(self, cuts: Sequence[CutPoint | str | int]) -> list[StageModule]:
+        """Cut the program before each of ``cuts`` (cut points, their labels or node indices).
+
+        Returns one module a stage: ``forward(*received, **batch_entries)`` returns the tuple of values sent,
+        and for the last stage the model's output. They share their parameters with the recorded module.
+
+        Raises:
+            PlanError: no such cut, or cuts out of order.
+        """
+        from outsize.model.cuts import find_cut
+        from outsize.model.slice import slice_program
+        from outsize.model.stage_module import StageModule
+
+        assert self.module is not None, "stage modules need the module that was recorded"
+        indices = [
+            cut.node_index
+            if isinstance(cut, CutPoint)
+            else find_cut(self, cut)
+            if isinstance(cut, str)
+            else cut
+            for cut in cuts
+        ]
+        return [StageModule(self, part, self.module) for part in slice_program(self, indices)]
+
+    def table(self) -> Table:
+        """Return the recording as a table to print: blocks, repeats, parameters, bytes sent at each cut."""
+        from outsize.model.program_table import program_table
+
+        assert self.module is not None, "the table needs the module that was recorded"
+        return program_table(self, self.module)
 
     def nodes_of_kind(self, kind: NodeKind) -> Iterator[tuple[int, Node]]:
         """Yield ``(index, node)`` of one kind, in order."""

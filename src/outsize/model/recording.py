@@ -1,0 +1,117 @@
+"""Recordings of a module or of a factory, one for every shape of batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import nn
+
+from outsize.errors import ModelError, RecordingError
+from outsize.model.batch_entries import flatten_batch
+from outsize.model.deferred import build_deferred
+from outsize.model.guards import broken_guards
+from outsize.model.program import Node, NodeKind, Program
+from outsize.model.record import Granularity, record_module
+
+__all__ = ["Recordings", "record"]
+
+
+def record(
+    source: nn.Module | Callable[[], nn.Module], batch: Any, *, granularity: Granularity = "blocks"
+) -> Program:
+    """Record the forward of a module, or of what a factory builds without memory.
+
+    A factory is called twice, and both recordings must be the same.
+
+    Raises:
+        ModelError: the factory fails, or builds another model the second time.
+        RecordingError: the forward cannot be recorded.
+    """
+    if isinstance(source, nn.Module):
+        module = source
+        program = record_module(module, batch, granularity=granularity)
+    else:
+        module = build_deferred(source).module
+        program = record_module(module, batch, granularity=granularity)
+        again = build_deferred(source).module
+        _compare(module, again)
+        _compare_steps(program, record_module(again, batch, granularity=granularity))
+    program.module = module
+    return program
+
+
+def _compare(module: nn.Module, again: nn.Module) -> None:
+    first, second = (
+        {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in built.state_dict().items()}
+        for built in (module, again)
+    )
+    differing = sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+    if differing:
+        name = differing[0]
+        raise ModelError(
+            f"the factory builds another model every time: {name} is {first.get(name, 'missing')}, "
+            f"then {second.get(name, 'missing')}",
+            why="every process calls the factory, and all have to build the same model",
+            attempt="take random sizes, counters and global state out of the factory",
+        )
+
+
+def _compare_steps(program: Program, again: Program) -> None:
+    for first, second in zip(program.nodes, again.nodes, strict=False):
+        if _step(first) != _step(second):
+            raise RecordingError(
+                f"two recordings differ: {first.target} in {first.module_path or 'the model'}, "
+                f"then {second.target}",
+                why="the forward depends on something that is neither the batch nor a parameter",
+                attempt="take random choices and global state out of the forward",
+            )
+    if len(program.nodes) != len(again.nodes):
+        raise RecordingError(
+            f"two recordings have {len(program.nodes)} and {len(again.nodes)} steps",
+            why="the forward depends on something that is neither the batch nor a parameter",
+            attempt="take random choices and global state out of the forward",
+        )
+
+
+def _step(node: Node) -> Hashable:
+    target = str(node.target) if node.kind is NodeKind.OPERATOR else node.target
+    return node.kind, target, node.inputs, node.outputs, node.module_path
+
+
+class Recordings:
+    """The recordings of one module: another shape of batch, or a broken guard, makes another one."""
+
+    def __init__(
+        self, module: nn.Module, *, granularity: Granularity = "blocks", max_recordings: int = 16
+    ) -> None:
+        self.module = module
+        self.granularity = granularity
+        self.max_recordings = max_recordings
+        self._programs: dict[Hashable, list[Program]] = {}
+
+    @property
+    def num_recordings(self) -> int:
+        """Recordings made so far."""
+        return sum(len(programs) for programs in self._programs.values())
+
+    def program_for(self, batch: Any) -> Program:
+        """Return a recording that holds for this batch, making one where needed.
+
+        Raises:
+            RecordingError: more recordings would be needed than allowed, or the forward cannot be recorded.
+        """
+        entries, _ = flatten_batch(batch)
+        shapes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in entries.items())
+        known = self._programs.setdefault((shapes, self.module.training), [])
+        for program in known:
+            if not broken_guards(program, entries):
+                return program
+        if self.num_recordings >= self.max_recordings:
+            raise RecordingError(
+                f"batches of more than {self.max_recordings} kinds",
+                why=f"every shape, and every guarded number, needs a recording; this one is {shapes}",
+                attempt="pad batches to a few shapes, or allow more recordings",
+            )
+        known.append(record_module(self.module, batch, granularity=self.granularity))
+        return known[-1]
