@@ -57,7 +57,7 @@ class DenseParameters:
             given = values.get(name)
             if given is None:
                 tensor.zero_()
-            elif given.data_ptr() != tensor.data_ptr():
+            elif not given.is_set_to(tensor):
                 tensor.copy_(given.detach())
         self.scatter()
 
