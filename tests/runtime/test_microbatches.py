@@ -7,9 +7,12 @@ import torch
 from torch import nn
 
 from outsize.errors import BatchError
-from outsize.model.record import record_module
+from outsize.model.batch_entries import flatten_batch
+from outsize.model.deferred import build_deferred
 from outsize.plan.plan import Mesh, Plan, ScheduleSpec, StageSpec
-from outsize.runtime.microbatches import BatchSplitter
+from outsize.runtime.executions import Executions
+from outsize.runtime.mesh import ProcessMesh
+from outsize.runtime.microbatches import BatchForm, BatchSplitter
 
 
 class Classifier(nn.Module):
@@ -30,10 +33,16 @@ def make_splitter(mesh: Mesh, replica: int, *, accumulation_steps: int = 1) -> B
         8,
         gradient_accumulation_steps=accumulation_steps,
     )
-    size = plan.microbatch_size
-    batch = {name: value[:size] if value.shape[0] == 8 else value for name, value in make_batch().items()}
-    program = record_module(Classifier(), batch)
-    return BatchSplitter(program, plan, replica, torch.device("cpu"))
+    entries, layout = flatten_batch(make_batch())
+    here = ProcessMesh(mesh, 0, torch.device("cpu"))
+    executions = Executions(build_deferred(Classifier), layout, plan, here)
+    return BatchSplitter(BatchForm.of(entries), plan, executions, replica, torch.device("cpu"))
+
+
+def rows_of(splitter: BatchSplitter, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return the features of the micro-batches that count."""
+    microbatches = [each for step in splitter.split(batch).accumulation_steps for each in step]
+    return [each.inputs.entries["features"] for each in microbatches if any(each.inputs.loss_scales)]
 
 
 def make_batch() -> dict[str, torch.Tensor]:
@@ -43,45 +52,53 @@ def make_batch() -> dict[str, torch.Tensor]:
 
 def test_scales_are_shares_of_the_labels_that_count() -> None:
     """Three labels count: one, then two, then none; a part with none gets 0 and not 0/0 (B41)."""
-    first, _ = make_splitter(Mesh(dp=2), 0).split(make_batch())
-    second, totals = make_splitter(Mesh(dp=2), 1).split(make_batch())
-    assert totals == [3]
-    scales = [microbatch.loss_scales for part in (first, second) for microbatch in part[0]]
+    scales = []
+    for replica in range(2):
+        split = make_splitter(Mesh(dp=2), replica).split(make_batch())
+        assert split.num_elements == [3]
+        scales += [microbatch.inputs.loss_scales for microbatch in split.accumulation_steps[0]]
     assert scales == [(1 / 3,), (2 / 3,), (0.0,), (0.0,)]
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
-def test_replicas_and_steps_cover_the_batch_once_and_in_order(accumulation_steps: int) -> None:
-    """Rows of all replicas, accumulation steps and micro-batches put together are the batch."""
-    rows = []
-    for replica in range(2):
-        splitter = make_splitter(Mesh(dp=2), replica, accumulation_steps=accumulation_steps)
-        steps, _ = splitter.split(make_batch())
-        assert len(steps) == accumulation_steps
-        rows += [microbatch.entries["features"] for step in steps for microbatch in step]
-    assert torch.equal(torch.cat(rows), make_batch()["features"])
+@pytest.mark.parametrize("num_samples", [8, 7, 5, 3, 1])
+def test_parts_cover_any_batch_once_and_in_order(num_samples: int, accumulation_steps: int) -> None:
+    """Full, uneven, and smaller than the number of parts: the rows that count are the batch (B147)."""
+    batch = {name: v[:num_samples] if name != "weights" else v for name, v in make_batch().items()}
+    batch["labels"] = torch.zeros(num_samples, dtype=torch.int64)
+    splitters = [make_splitter(Mesh(dp=2), r, accumulation_steps=accumulation_steps) for r in range(2)]
+    rows = [part for splitter in splitters for part in rows_of(splitter, batch)]
+    assert torch.equal(torch.cat(rows), batch["features"])
+    assert max(len(part) for part in rows) - min(len(part) for part in rows) <= 1
 
 
 def test_entries_that_are_no_samples_go_to_every_micro_batch() -> None:
     """Class weights of three elements are not cut into eight."""
-    steps, _ = make_splitter(Mesh(), 0).split(make_batch())
-    assert all(microbatch.entries["weights"].shape == (3,) for microbatch in steps[0])
+    (microbatches,) = make_splitter(Mesh(), 0).split(make_batch()).accumulation_steps
+    assert all(each.inputs.entries["weights"].shape == (3,) for each in microbatches)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("features", torch.zeros(7, 4), r"shape \(7, 4\)"),
-        ("features", torch.zeros(8, 5), r"shape \(8, 5\)"),
+        ("features", torch.zeros(7, 4), "differ in their number of samples"),
+        ("features", torch.zeros(8, 4, 1), r"shape \(8, 4, 1\)"),
         ("labels", torch.zeros(8), "dtype torch.float32"),
         ("labels", None, "no entry 'labels'"),
     ],
 )
 def test_a_batch_of_another_form_is_refused(name: str, value: torch.Tensor | None, message: str) -> None:
-    """B147, B153: before any communication, with the shape that the plan needs."""
+    """B153: on every process, before any communication."""
     batch = make_batch()
     del batch[name]
     if value is not None:
         batch[name] = value
     with pytest.raises(BatchError, match=message):
+        make_splitter(Mesh(), 0).split(batch)
+
+
+def test_more_samples_than_the_plan_is_for_are_refused() -> None:
+    """The plan's memory is for its global batch; fewer samples are fine, more are not."""
+    batch = {name: torch.cat([v, v]) if name != "weights" else v for name, v in make_batch().items()}
+    with pytest.raises(BatchError, match="has 16 samples"):
         make_splitter(Mesh(), 0).split(batch)

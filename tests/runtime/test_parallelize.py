@@ -33,16 +33,20 @@ def make_plan(mesh: Mesh, *, cuts: tuple[str, ...] | None = None, **changes: Any
     return replace(plan, **changes)
 
 
-def batches() -> list[dict[str, torch.Tensor]]:
-    return [make_batch(GLOBAL_BATCH, seed=step) for step in range(NUM_STEPS)]
+FULL = [(GLOBAL_BATCH, 9)] * NUM_STEPS  # samples and tokens of each batch
 
 
-def train(factory: Callable[[], Any], plan: Plan) -> tuple[Any, ...]:
-    """Return losses, norms, first gradients, final parameters and position on tp of this rank."""
-    model = parallelize(factory, plan, sample_batch=batches()[0])
-    first = model.compute_gradients(batches()[0])
+def batches(sizes: list[tuple[int, int]]) -> list[dict[str, torch.Tensor]]:
+    return [make_batch(num, seed=step, length=length) for step, (num, length) in enumerate(sizes)]
+
+
+def train(factory: Callable[[], Any], plan: Plan, sizes: list[tuple[int, int]]) -> tuple[Any, ...]:
+    """Return losses, norms, first gradients, final parameters and position on the mesh of this rank."""
+    data = batches(sizes)
+    model = parallelize(factory, plan, sample_batch=data[0])
+    first = model.compute_gradients(data[0])
     gradients = {name: p.grad.clone() for name, p in model.parameters.items() if p.grad is not None}
-    results = [model.train_step(batch) for batch in batches()]
+    results = [model.train_step(batch) for batch in data]
     assert first.loss == results[0].loss
     parameters = {name: p.detach().clone() for name, p in model.parameters.items()}
     return (
@@ -54,14 +58,16 @@ def train(factory: Callable[[], Any], plan: Plan) -> tuple[Any, ...]:
     )
 
 
-def train_all(_rank: int, factory: Callable[[], Any], plans: list[Plan]) -> list[tuple[Any, ...]]:
-    return [train(factory, plan) for plan in plans]
+def train_all(_rank: int, factory: Callable[[], Any], plans: list[Plan], sizes: Any) -> list[Any]:
+    return [train(factory, plan, sizes) for plan in plans]
 
 
-def assert_trains_like_one_process(factory: Callable[[], Any], plans: list[Plan]) -> None:
+def assert_trains_like_one_process(
+    factory: Callable[[], Any], plans: list[Plan], sizes: list[tuple[int, int]] = FULL
+) -> None:
     """Train under each plan, of the same number of processes and optimizer, and compare with one process."""
-    expected = train_reference(factory, batches(), plans[0].optimizer)
-    results = run_distributed(train_all, plans[0].mesh.world_size, factory, plans, timeout_s=100)
+    expected = train_reference(factory, batches(sizes), plans[0].optimizer)
+    results = run_distributed(train_all, plans[0].mesh.world_size, factory, plans, sizes, timeout_s=110)
     for plan, *by_rank in zip(plans, *results, strict=True):
         for result in by_rank:
             assert_equal_to_reference(result, expected, plan)
@@ -114,8 +120,8 @@ def test_accumulation_adds_up_to_the_global_batch(mesh: Mesh) -> None:
 def test_one_process_without_a_process_group_trains_exactly() -> None:
     """A plan of one process needs no torch.distributed."""
     plan = make_plan(Mesh(), schedule=ScheduleSpec("1f1b", 3))
-    expected = train_reference(tied_llama, batches(), plan.optimizer)
-    assert_equal_to_reference(train(tied_llama, plan), expected, plan)
+    expected = train_reference(tied_llama, batches(FULL), plan.optimizer)
+    assert_equal_to_reference(train(tied_llama, plan, FULL), expected, plan)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(pp=4), Mesh(pp=2, dp=2)])
@@ -129,7 +135,7 @@ def test_clipping_uses_one_norm_over_all_stages_with_ties_counted_once(mesh: Mes
 def test_tied_copies_stay_equal_bit_by_bit() -> None:
     """B16: the embedding on the first stage and the head on the last are one parameter after five steps."""
     plan = make_plan(Mesh(pp=2), schedule=ScheduleSpec("1f1b", 2))
-    first, last = run_distributed(train_all, 2, tied_llama, [plan])
+    first, last = run_distributed(train_all, 2, tied_llama, [plan], FULL)
     name = "model.embed_tokens.weight"
     assert torch.equal(first[0][3][name], last[0][3][name])
 
@@ -158,3 +164,11 @@ def test_every_schedule_trains_exactly() -> None:
         schedule = ScheduleSpec(name, 4, num_virtual_stages=num_stages // 2)
         plans.append(make_plan(Mesh(pp=2), cuts=CUTS[num_stages], schedule=schedule))
     assert_trains_like_one_process(tied_llama, plans)
+
+
+def test_batches_of_any_size_and_length_train_exactly() -> None:
+    """B37, B147, B151, B153: uneven micro-batches, fewer samples than micro-batches, changing lengths."""
+    sizes = [(12, 9), (10, 9), (3, 9), (12, 5), (7, 8)]
+    schedule = ScheduleSpec("1f1b", 4)
+    plans = [make_plan(Mesh(pp=2), schedule=schedule), make_plan(Mesh(dp=2), schedule=schedule)]
+    assert_trains_like_one_process(tied_llama, plans, sizes)

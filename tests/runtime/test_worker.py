@@ -108,9 +108,9 @@ def test_a_whole_replica_does_not_fit_and_says_so(job: TrainingJob) -> None:
 
 
 def test_a_plan_that_cannot_run_is_refused_before_processes_start(job: TrainingJob) -> None:
-    """A batch that does not divide, or an axis that is not there: no log folder is ever made."""
-    with pytest.raises(PlanError, match="cannot be cut into 3 equal micro-batches"):
-        run_job(replace(job, plan=make_plan(Mesh(pp=2), schedule=ScheduleSpec("1f1b", 3))))
+    """More micro-batches than samples, or an axis that is not there: no log folder is ever made."""
+    with pytest.raises(PlanError, match="too small for 9 micro-batches"):
+        run_job(replace(job, plan=make_plan(Mesh(pp=2), schedule=ScheduleSpec("1f1b", 9))))
     with pytest.raises(PlanError, match="fsdp"):
         run_job(replace(job, plan=make_plan(Mesh(fsdp=2))))
     assert not (Path(job.run_directory) / "logs").exists()

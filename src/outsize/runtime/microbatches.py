@@ -1,13 +1,14 @@
 """Cuts a global batch into the micro-batches of every replica and accumulation step.
 
-global batch  ├──── replica 0 ────┤├──── replica 1 ────┤
-              ├ acc. 0 ─┤├ acc. 1 ─┤├ ...
+global batch  ├──── replica 0 ────┤├──── replica 1 ────┤      10 samples in 4 parts: 3, 3, 2, 2
+              ├ acc. 0 ─┤├ acc. 1 ─┤├ ...                      2 samples in 4 parts: 1, 1, 0, 0
               ├mb 0┤├mb 1┤├mb 0┤...
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,89 +16,165 @@ import torch
 from outsize.errors import BatchError
 from outsize.model.batch_entries import flatten_batch
 from outsize.model.loss_elements import count_loss_elements, loss_scales
-from outsize.model.program import NodeKind, Program
 from outsize.plan.plan import Plan
-from outsize.runtime.stage_executor import Microbatch
+from outsize.runtime.executions import Executions
+from outsize.runtime.stage_executor import MicrobatchInputs
+from outsize.runtime.stage_placement import StagePlacement
 
-__all__ = ["BatchSplitter"]
+__all__ = ["BatchForm", "BatchSplitter", "Microbatch", "SplitBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchForm:
+    """What batches look like: dtype and number of dims of each entry, and which of them have samples."""
+
+    dtypes: Mapping[str, torch.dtype]
+    num_dims: Mapping[str, int]
+    with_samples: frozenset[str]
+
+    @classmethod
+    def of(cls, entries: Mapping[str, torch.Tensor]) -> BatchForm:
+        """Return the form of a sample batch: its samples are the rows of its first entry that has dims."""
+        rows = _num_rows(entries)
+        return cls(
+            dtypes={name: value.dtype for name, value in entries.items()},
+            num_dims={name: value.dim() for name, value in entries.items()},
+            with_samples=frozenset(n for n, v in entries.items() if v.dim() and v.shape[0] == rows),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """A micro-batch with the recording that holds for it."""
+
+    inputs: MicrobatchInputs
+    placement: StagePlacement
+
+
+@dataclass(frozen=True, slots=True)
+class SplitBatch:
+    """This replica's micro-batches by accumulation step, and each loss term's elements in the whole batch."""
+
+    accumulation_steps: list[list[Microbatch]]
+    num_elements: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of the global batch. One without samples repeats the first row, and all of its losses count 0."""
+
+    entries: dict[str, torch.Tensor]
+    is_empty: bool
 
 
 class BatchSplitter:
-    """Splits global batches for one replica; every process holds the whole batch, so nothing is sent.
+    """Splits global batches for one replica; every process holds the whole batch, so nothing is sent."""
 
-    An entry with as many rows as the global batch is cut along its first dimension; another one goes to every
-    micro-batch whole.
-    """
+    def __init__(
+        self, form: BatchForm, plan: Plan, executions: Executions, replica: int, device: torch.device
+    ) -> None:
+        self._form, self._plan, self._executions = form, plan, executions
+        self._replica, self._device = replica, device
 
-    def __init__(self, program: Program, plan: Plan, replica: int, device: torch.device) -> None:
-        self._program = program
-        self._device = device
-        self._replica = replica
-        self._num_replicas = plan.mesh.dp * plan.mesh.fsdp
-        self._accumulation_steps = plan.gradient_accumulation_steps
-        self._num_microbatches = plan.schedule.num_microbatches
-        self._global_batch = plan.global_batch
-        self._specs = {str(node.target): node for _, node in program.nodes_of_kind(NodeKind.INPUT)}
-
-    def split(self, batch: Any) -> tuple[list[list[Microbatch]], list[int]]:
-        """Return this replica's micro-batches by accumulation step, and each loss term's elements in all.
+    def split(self, batch: Any) -> SplitBatch:
+        """Cut a batch of up to the plan's global batch; parts differ by at most one sample.
 
         Raises:
-            BatchError: an entry is missing, or has another shape or dtype than the plan was made for.
+            BatchError: an entry is missing or of another kind, or there are too many samples.
+            RecordingError: the module does not run with this batch. Nothing has been sent.
         """
         entries = flatten_batch(batch)[0]
-        self._check(entries)
-        counts = [count_loss_elements(self._program, part) for part in self._parts(entries)]
+        num_rows = self._check(entries)
+        parts = self._parts(entries, num_rows)
+        placements = [self._executions.placement(part.entries) for part in parts]
+        counts = [
+            [
+                0 if part.is_empty else count
+                for count in count_loss_elements(placement.recording, part.entries)
+            ]
+            for part, placement in zip(parts, placements, strict=True)
+        ]
         totals = [sum(column) for column in zip(*counts, strict=True)]
-        scales = [tuple(loss_scales(self._program, count, totals)) for count in counts]
-        per_replica = self._accumulation_steps * self._num_microbatches
-        mine = slice(self._replica * per_replica, (self._replica + 1) * per_replica)
         own = [
-            Microbatch({name: value.to(self._device) for name, value in part.items()}, scale)
-            for part, scale in zip(self._parts(entries)[mine], scales[mine], strict=True)
+            self._microbatch(part, placement, count, totals)
+            for part, placement, count in list(zip(parts, placements, counts, strict=True))[self._mine()]
         ]
-        size = self._num_microbatches
-        return [own[start : start + size] for start in range(0, per_replica, size)], totals
+        size = self._plan.schedule.num_microbatches
+        return SplitBatch([own[start : start + size] for start in range(0, len(own), size)], totals)
 
-    def _parts(self, entries: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    def _microbatch(
+        self, part: _Part, placement: StagePlacement, counts: list[int], totals: list[int]
+    ) -> Microbatch:
+        scales = loss_scales(placement.recording, counts, totals)
+        if part.is_empty:
+            scales = [0.0] * len(scales)
+        entries = {name: value.to(self._device) for name, value in part.entries.items()}
+        return Microbatch(MicrobatchInputs(entries, tuple(scales)), placement)
+
+    def _mine(self) -> slice:
+        per_replica = self._plan.gradient_accumulation_steps * self._plan.schedule.num_microbatches
+        return slice(self._replica * per_replica, (self._replica + 1) * per_replica)
+
+    def _parts(self, entries: Mapping[str, torch.Tensor], num_rows: int) -> list[_Part]:
         """Return all micro-batches of the global batch, in order."""
-        num_parts = self._num_replicas * self._accumulation_steps * self._num_microbatches
-        rows = self._global_batch // num_parts
-        return [
-            {
-                name: value[index * rows : (index + 1) * rows] if self._is_split(value) else value
-                for name, value in entries.items()
-                if name in self._specs
-            }
-            for index in range(num_parts)
-        ]
+        mesh = self._plan.mesh
+        replicas = mesh.dp * mesh.fsdp
+        num_parts = replicas * self._plan.gradient_accumulation_steps * self._plan.schedule.num_microbatches
+        smaller, num_larger = divmod(num_rows, num_parts)
+        parts: list[_Part] = []
+        start = 0
+        for index in range(num_parts):
+            rows = smaller + (index < num_larger)
+            chosen = slice(start, start + rows) if rows else slice(0, 1)
+            cut = {n: v[chosen] if n in self._form.with_samples else v for n, v in entries.items()}
+            parts.append(_Part(cut, is_empty=rows == 0))
+            start += rows
+        return parts
 
-    def _is_split(self, value: torch.Tensor) -> bool:
-        return value.dim() > 0 and value.shape[0] == self._global_batch
-
-    def _check(self, entries: Mapping[str, torch.Tensor]) -> None:
-        for name, node in self._specs.items():
+    def _check(self, entries: Mapping[str, torch.Tensor]) -> int:
+        """Return the number of samples of a batch that has the right form."""
+        for name, dtype in self._form.dtypes.items():
             if name not in entries:
                 raise BatchError(
                     f"The batch has no entry {name!r}.",
-                    why=f"The model reads it; the batch has {', '.join(sorted(entries))}.",
-                    attempt="a batch like the sample batch.",
+                    why=f"The sample batch has it; this one has {', '.join(sorted(entries))}.",
+                    attempt="batches like the sample batch.",
                 )
-            self._check_entry(name, entries[name], self._program.specs[node.outputs[0]])
+            self._check_entry(name, entries[name], dtype)
+        unknown = sorted(set(entries) - set(self._form.dtypes))
+        if unknown:
+            raise BatchError(f"The batch has an entry {unknown[0]!r} that the sample batch has not.")
+        rows = {name: entries[name].shape[0] for name in sorted(self._form.with_samples)}
+        if len(set(rows.values())) > 1:
+            raise BatchError("The batch's entries differ in their number of samples.", why=f"{rows}.")
+        num_rows = next(iter(rows.values()), 1)
+        if not 0 < num_rows <= self._plan.global_batch:
+            raise BatchError(
+                f"The batch has {num_rows} samples.",
+                why=f"The plan is for {self._plan.global_batch} in a global batch; fewer are allowed.",
+                attempt=f"1 to {self._plan.global_batch} samples, or a plan for more.",
+            )
+        return num_rows
 
-    def _check_entry(self, name: str, value: torch.Tensor, spec: Any) -> None:
-        if value.dtype != spec.dtype:
+    def _check_entry(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
+        if value.dtype != dtype:
             raise BatchError(
                 f"Batch entry {name!r} has dtype {value.dtype}.",
-                why=f"The model was recorded with {spec.dtype}.",
-                attempt=f"batch[{name!r}].to({spec.dtype}).",
+                why=f"The sample batch has {dtype}.",
+                attempt=f"batch[{name!r}].to({dtype}).",
             )
-        shape = tuple(value.shape)
-        rows = (self._global_batch, *spec.shape[1:]) if spec.shape else ()
-        if shape in (spec.shape, rows):
-            return
-        raise BatchError(
-            f"Batch entry {name!r} has shape {shape}.",
-            why=f"The plan is for a global batch of {self._global_batch}: {rows}.",
-            attempt="batches of that shape (drop or pad the last one), or a plan for this shape.",
-        )
+        if value.dim() != self._form.num_dims[name]:
+            raise BatchError(
+                f"Batch entry {name!r} has shape {tuple(value.shape)}.",
+                why=f"In the sample batch it has {self._form.num_dims[name]} dims.",
+                attempt="batches like the sample batch.",
+            )
+
+
+def _count(part: _Part, placement: StagePlacement) -> list[int]:
+    counts = count_loss_elements(placement.recording, part.entries)
+    return [0] * len(counts) if part.is_empty else counts
+
+
+def _num_rows(entries: Mapping[str, torch.Tensor]) -> int:
+    return next((value.shape[0] for value in entries.values() if value.dim()), 0)

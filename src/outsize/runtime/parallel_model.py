@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,16 @@ from outsize.plan.plan import Plan
 from outsize.runtime.checkpoint import find_checkpoint, load_entries, save_entries, saved_names
 from outsize.runtime.checkpoint_entry import CheckpointEntry
 from outsize.runtime.data_parallel import sum_gradients
+from outsize.runtime.executions import Executions
 from outsize.runtime.gradient_clipping import clip_gradients, compute_gradient_norm
 from outsize.runtime.measured_memory import MemoryMeter
 from outsize.runtime.memory_limit import readable_out_of_memory
 from outsize.runtime.mesh import ProcessMesh
 from outsize.runtime.microbatches import BatchSplitter
 from outsize.runtime.model_state import initialise_optimizer_state, state_entries
-from outsize.runtime.stage_executor import StageExecutor
 from outsize.runtime.tied_parameters import TiedParameters
 
-__all__ = ["Execution", "HeldState", "ParallelModel", "StepResult"]
+__all__ = ["HeldState", "ParallelModel", "StepResult"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,6 @@ class StepResult:
     loss: float  # of the global batch, before the update
     gradient_norm: float  # of all gradients of the model, before clipping
     num_elements: int  # that the (first) loss was taken over, such as labels that count
-
-
-@dataclass(frozen=True, slots=True)
-class Execution:
-    """How one mode, training or evaluation, runs: its stages, and how batches are cut for them.
-
-    Each mode has a recording of its own, because dropout between blocks is part of the program.
-    """
-
-    executor: StageExecutor
-    splitter: BatchSplitter
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +66,13 @@ class ParallelModel:
         held: HeldState,
         memory: MemoryMeter,
         optimizer: torch.optim.Optimizer,
-        training: Execution,
-        make_evaluation: Callable[[], Execution],
+        executions: Executions,
+        splitter: BatchSplitter,
     ) -> None:
         self.plan, self.mesh, self.memory, self.optimizer = plan, mesh, memory, optimizer
         self.num_steps = 0
         self._module, self._held = module, held
-        self._training = training
-        self._make_evaluation = make_evaluation  # called once, with the module in evaluation mode
-        self._evaluation: Execution | None = None
+        self._executions, self._splitter = executions, splitter
         self._training_modes = {part: part.training for part in module.modules()}
 
     @property
@@ -108,16 +95,17 @@ class ParallelModel:
 
     def compute_gradients(self, batch: Any) -> StepResult:
         """Leave the gradients of one global batch in ``parameter.grad``, summed over all that hold it."""
-        accumulation_steps, counts = self._training.splitter.split(batch)
+        split = self._splitter.split(batch)
         self.optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for microbatches in accumulation_steps:
-            loss += self._training.executor.train(microbatches)
+        for microbatches in split.accumulation_steps:
+            executor = self._executions.executor([each.placement for each in microbatches])
+            loss += executor.train([each.inputs for each in microbatches])
         sum_gradients(list(self.parameters.values()), self.mesh.group("dp"))
         self._held.tied.sum_gradients(self.parameters)
         counted = {n: p for n, p in self.parameters.items() if self._held.is_counted(n, self.mesh)}
         norm = compute_gradient_norm(counted.values(), self.mesh)
-        return StepResult(self._known_to_all(loss), norm.item(), counts[0])
+        return StepResult(self._known_to_all(loss), norm.item(), split.num_elements[0])
 
     def evaluate(self, batch: Any) -> float:
         """Return the loss of one global batch with the module in evaluation mode; parameters stay.
@@ -127,12 +115,10 @@ class ParallelModel:
         """
         self._module.eval()
         try:
-            if self._evaluation is None:
-                self._evaluation = self._make_evaluation()
-            accumulation_steps, _ = self._evaluation.splitter.split(batch)
             loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-            for microbatches in accumulation_steps:
-                loss += self._evaluation.executor.evaluate(microbatches)
+            for microbatches in self._splitter.split(batch).accumulation_steps:
+                executor = self._executions.executor([each.placement for each in microbatches])
+                loss += executor.evaluate([each.inputs for each in microbatches])
         finally:
             for part, mode in self._training_modes.items():
                 part.training = mode

@@ -8,21 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from outsize.model.batch_entries import flatten_batch
 from outsize.model.deferred import DeferredModel, build_deferred
-from outsize.model.record import Granularity, record_module
 from outsize.model.source import resize_batch
 from outsize.plan.plan import Plan
 from outsize.runtime.collectives import set_axis_group
+from outsize.runtime.executions import Executions
 from outsize.runtime.materialise import held_names, materialise_parts
 from outsize.runtime.measured_memory import start_measuring
 from outsize.runtime.memory_limit import apply_memory_limit, readable_out_of_memory
 from outsize.runtime.mesh import ProcessMesh, make_process_mesh
-from outsize.runtime.microbatches import BatchSplitter
+from outsize.runtime.microbatches import BatchForm, BatchSplitter
 from outsize.runtime.model_state import persistent_buffers
 from outsize.runtime.optimizer import build_optimizer
-from outsize.runtime.parallel_model import Execution, HeldState, ParallelModel
+from outsize.runtime.parallel_model import HeldState, ParallelModel
 from outsize.runtime.runnable import check_runnable
-from outsize.runtime.stage_placement import StagePlacement, place_stages
+from outsize.runtime.stage_placement import StagePlacement
 from outsize.runtime.tensor_parallel import parameter_placements, select_shard
 from outsize.runtime.tied_parameters import TiedParameters
 
@@ -55,21 +56,11 @@ def parallelize(
     if tensor_parallel_group is not None:
         set_axis_group("tp", tensor_parallel_group, plan.seed)
     deferred = build_deferred(factory, seed=plan.seed)
-    microbatch = resize_batch(sample_batch, plan.microbatch_size)
+    entries, layout = flatten_batch(sample_batch)
+    executions = Executions(deferred, layout, plan, mesh)
+    microbatch = flatten_batch(resize_batch(sample_batch, plan.microbatch_size))[0]
+    placement = executions.placement(microbatch)
 
-    granularity: Granularity = "blocks" if plan.sharding is None else "operators"
-
-    def place() -> StagePlacement:
-        """Record the module in its present mode, training or not, and cut the recording into stages."""
-        with torch.enable_grad():
-            recording = record_module(deferred.module, microbatch, granularity=granularity)
-        return place_stages(plan, recording)
-
-    def make_execution(placement: StagePlacement) -> Execution:
-        splitter = BatchSplitter(placement.recording, plan, mesh.coordinates["dp"], mesh.device)
-        return Execution(placement.make_executor(deferred, mesh), splitter)
-
-    placement = place()
     memory = start_measuring(mesh.device)
     if enforce_memory_limit and plan.device_memory_bytes is not None:
         apply_memory_limit(plan.device_memory_bytes)
@@ -77,6 +68,7 @@ def parallelize(
         own = placement.slices_of(mesh.coordinates["pp"])
         select = None if plan.sharding is None else select_shard(plan.sharding, mesh.coordinates["tp"])
         materialise_parts(deferred, own, device=mesh.device, seed=plan.seed, select=select)
+
     held = _held_state(deferred, placement, plan, mesh)
     return ParallelModel(
         plan=plan,
@@ -85,8 +77,8 @@ def parallelize(
         held=held,
         memory=memory,
         optimizer=build_optimizer(plan.optimizer, held.parameters.values()),
-        training=make_execution(placement),
-        make_evaluation=lambda: make_execution(place()),
+        executions=executions,
+        splitter=BatchSplitter(BatchForm.of(entries), plan, executions, mesh.coordinates["dp"], mesh.device),
     )
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import _derive_grad_metas, extract_tensor_metas
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from outsize.model.program import Program
-from outsize.model.stage_module import StageModule
 from outsize.plan.actions import Schedule
-from outsize.runtime.stage_executor import Microbatch, StageWithLoss
+from outsize.runtime.stage_executor import MicrobatchInputs, StageForMicrobatches
 
 __all__ = ["PipelineExecutor"]
 
@@ -23,13 +23,14 @@ class PipelineExecutor:
     """Executes one schedule on the stages of this rank; see :class:`StageExecutor`.
 
     ``stages`` are this rank's, by stage index; ``group`` holds the pipeline ranks in order. Every rank has
-    the whole micro-batch, so inputs that several stages read (labels, masks) are not sent.
+    the whole micro-batch, so inputs that several stages read (labels, masks) are not sent. Micro-batches may
+    differ in shape.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        stages: Mapping[int, StageModule],
+        stages: Mapping[int, StageForMicrobatches],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -37,35 +38,35 @@ class PipelineExecutor:
         self._num_microbatches = schedule.num_microbatches
         self._holds_loss = schedule.num_stages - 1 in stages
         self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
-            [
-                _make_stage(stage, index, schedule.num_stages, group, device)
-                for index, stage in sorted(stages.items())
-            ],
+            [_Stage(stage, index, schedule, group, device) for index, stage in sorted(stages.items())],
             schedule.num_microbatches,
             loss_fn=_loss_is_output,
             scale_grads=False,  # losses are scaled instead, by their share of the global batch
         )
         self._runtime._prepare_schedule_with_comms(_as_torch_actions(schedule))
 
-    def train(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+    def train(self, microbatches: Sequence[MicrobatchInputs]) -> torch.Tensor:
         """Accumulate gradients; return the sum of the scaled losses, zero on ranks without the last stage."""
         self._runtime._has_backward = True
         return self._run(microbatches)
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+    def evaluate(self, microbatches: Sequence[MicrobatchInputs]) -> torch.Tensor:
         """Return the sum of the scaled losses, zero on ranks without the last stage."""
         self._runtime._has_backward = False
         return self._run(microbatches)
 
-    def _run(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+    def _run(self, microbatches: Sequence[MicrobatchInputs]) -> torch.Tensor:
         """Do what the runtime's ``step`` does, with micro-batches that are split already."""
         stages = self._runtime._stages
         losses: list[torch.Tensor] = []
         for stage in stages:
             stage.has_backward = self._runtime._has_backward
         self._runtime._step_microbatches(
-            kwarg_mbs=[{**batch.entries, "loss_scales": batch.loss_scales} for batch in microbatches],
+            kwarg_mbs=[
+                {**inputs.entries, "loss_scales": inputs.loss_scales, "microbatch": index}
+                for index, inputs in enumerate(microbatches)
+            ],
             target_mbs=[None] * self._num_microbatches,
             losses=losses,
             return_outputs=False,
@@ -78,28 +79,51 @@ class PipelineExecutor:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, but a receive buffer exists only from its receive to its use.
+    """torch's stage, but each micro-batch has shapes of its own, and a receive buffer exists only in use.
 
     torch makes buffers for all micro-batches at once and keeps them, which for many micro-batches outweighs
     the activations themselves.
     """
 
+    def __init__(
+        self,
+        stage: StageForMicrobatches,
+        index: int,
+        schedule: Schedule,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        first = stage.stage_of(0)
+        super().__init__(
+            stage,
+            index,
+            schedule.num_stages,
+            device,
+            input_args=_described(first.program, first.part.received),
+            output_args=() if stage.is_last else _described(first.program, first.part.sent),
+            group=group,
+        )
+        self._recordings = [stage.stage_of(chunk) for chunk in range(schedule.num_microbatches)]
+
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         del has_backward
-        metas = self._stage_meta.inputs or ()
         for chunk in range(num_microbatches):
+            recording = self._recordings[chunk]
+            metas = extract_tensor_metas(_described(recording.program, recording.part.received))
             self.args_recv_info[chunk] = tuple(
                 _RecvInfo(f"input {index}", self.stage_index - 1, None, meta)
-                for index, meta in enumerate(metas)
+                for index, meta in enumerate(metas or ())
             )
 
-    def _create_grad_recv_info(self, act_send_info: dict[int, list[int]]) -> tuple[_RecvInfo, ...]:
-        del act_send_info
-        metas = self._stage_meta.output_grads or ()
-        return tuple(
-            _RecvInfo(f"output gradient {index}", self.stage_index + 1, None, meta)
-            for index, meta in enumerate(metas)
-        )
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        self.chunks = num_microbatches
+        for chunk in range(num_microbatches):
+            recording = self._recordings[chunk]
+            sent = () if self.is_last else _described(recording.program, recording.part.sent)
+            self.grad_recv_info[chunk] = tuple(
+                _RecvInfo(f"output gradient {index}", self.stage_index + 1, None, meta)
+                for index, meta in enumerate(_derive_grad_metas(extract_tensor_metas(sent) or ()))
+            )
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._make_buffers(self.args_recv_info[fwd_chunk_id])
@@ -138,21 +162,6 @@ class _Stage(PipelineStage):
 def _drop_buffers(infos: Sequence[_RecvInfo]) -> None:
     for info in infos:
         info.buffer = None
-
-
-def _make_stage(
-    stage: StageModule, index: int, num_stages: int, group: dist.ProcessGroup, device: torch.device
-) -> _Stage:
-    outputs = () if stage.part.is_last else _described(stage.program, stage.part.sent)
-    return _Stage(
-        StageWithLoss(stage),
-        index,
-        num_stages,
-        device,
-        input_args=_described(stage.program, stage.part.received),
-        output_args=outputs,
-        group=group,
-    )
 
 
 def _described(program: Program, values: Sequence[int]) -> tuple[torch.Tensor, ...]:

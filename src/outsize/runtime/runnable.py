@@ -33,11 +33,10 @@ def check_runnable(plan: Plan) -> None:
                 attempt="outsize plan without forcing it.",
             )
     parts = plan.mesh.dp * plan.gradient_accumulation_steps * plan.schedule.num_microbatches
-    if plan.global_batch % parts:
-        lower = plan.global_batch // parts * parts
+    if plan.global_batch < parts:
         raise PlanError(
-            f"A global batch of {plan.global_batch} cannot be cut into {parts} equal micro-batches.",
+            f"A global batch of {plan.global_batch} is too small for {parts} micro-batches.",
             why=f"{plan.mesh.dp} replicas x {plan.gradient_accumulation_steps} accumulation steps x "
-            f"{plan.schedule.num_microbatches} micro-batches.",
-            attempt=f"a global batch of {f'{lower} or ' if lower else ''}{lower + parts}.",
+            f"{plan.schedule.num_microbatches} micro-batches, each of one sample or more.",
+            attempt=f"a global batch of {parts}, or fewer micro-batches.",
         )

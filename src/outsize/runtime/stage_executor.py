@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_flatten
 from outsize.model.program import Program, Ref
 from outsize.model.stage_module import StageModule
 
-__all__ = ["Microbatch", "OneProcessExecutor", "StageExecutor", "StageWithLoss"]
+__all__ = ["MicrobatchInputs", "OneProcessExecutor", "StageExecutor", "StageForMicrobatches"]
 
 
 @dataclass(frozen=True, slots=True)
-class Microbatch:
+class MicrobatchInputs:
     """The entries of one micro-batch, and the factor of each loss term: its share of the global batch."""
 
     entries: Mapping[str, torch.Tensor]
@@ -25,53 +25,65 @@ class Microbatch:
 
 
 class StageExecutor(Protocol):
-    """Runs the stages that this process holds."""
+    """Runs the stages that this process holds on micro-batches of the shapes it was made for."""
 
-    def train(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+    def train(self, microbatches: Sequence[MicrobatchInputs]) -> torch.Tensor:
         """Accumulate gradients; return the sum of the scaled losses, zero on ranks without the last stage."""
 
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+    def evaluate(self, microbatches: Sequence[MicrobatchInputs]) -> torch.Tensor:
         """Return the sum of the scaled losses, zero on ranks without the last stage."""
 
 
-class StageWithLoss(nn.Module):
-    """A stage for execution: sends dense tensors of their own, and the last stage returns the loss alone."""
+class StageForMicrobatches(nn.Module):
+    """One stage for execution, with a recording for each micro-batch; they share blocks and parameters.
 
-    def __init__(self, stage: StageModule) -> None:
+    Sends dense tensors of their own; the last stage returns the loss alone.
+    """
+
+    def __init__(self, by_microbatch: Sequence[StageModule]) -> None:
         super().__init__()
-        self.stage = stage
-        self._loss_index = _position_of_loss(stage.program) if stage.part.is_last else None
+        distinct = list(dict.fromkeys(by_microbatch))
+        self._stages = nn.ModuleList(distinct)
+        self._by_microbatch = [distinct.index(stage) for stage in by_microbatch]
+        self.is_last = distinct[0].part.is_last
+        self._loss_positions = [_position_of_loss(stage.program) if self.is_last else 0 for stage in distinct]
 
-    def forward(self, *received: torch.Tensor, **kwargs: Any) -> Any:
+    def stage_of(self, microbatch: int) -> StageModule:
+        """Return the recording that a micro-batch runs."""
+        stage = self._stages[self._by_microbatch[microbatch]]
+        assert isinstance(stage, StageModule)
+        return stage
+
+    def forward(self, *received: torch.Tensor, microbatch: int, **kwargs: Any) -> Any:
         """Return the values to send, or the loss."""
-        output = self.stage(*received, **kwargs)
-        if self._loss_index is not None:
-            return tree_flatten(output)[0][self._loss_index]
+        output = self.stage_of(microbatch)(*received, **kwargs)
+        if self.is_last:
+            return tree_flatten(output)[0][self._loss_positions[self._by_microbatch[microbatch]]]
         return tuple(_sendable(value) for value in output)
 
 
 class OneProcessExecutor:
     """Runs a whole model, one micro-batch after another."""
 
-    def __init__(self, stage: StageModule, device: torch.device) -> None:
-        self._stage = StageWithLoss(stage)
+    def __init__(self, stage: StageForMicrobatches, device: torch.device) -> None:
+        self._stage = stage
         self._device = device
 
-    def train(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+    def train(self, microbatches: Sequence[MicrobatchInputs]) -> torch.Tensor:
         """Accumulate gradients and return the sum of the scaled losses."""
         total = torch.zeros((), device=self._device)
-        for microbatch in microbatches:
-            loss = self._stage(loss_scales=microbatch.loss_scales, **microbatch.entries)
+        for index, inputs in enumerate(microbatches):
+            loss = self._stage(microbatch=index, loss_scales=inputs.loss_scales, **inputs.entries)
             loss.backward()
             total = total + loss.detach()
         return total
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+    def evaluate(self, microbatches: Sequence[MicrobatchInputs]) -> torch.Tensor:
         """Return the sum of the scaled losses."""
         total = torch.zeros((), device=self._device)
-        for microbatch in microbatches:
-            total = total + self._stage(loss_scales=microbatch.loss_scales, **microbatch.entries)
+        for index, inputs in enumerate(microbatches):
+            total = total + self._stage(microbatch=index, loss_scales=inputs.loss_scales, **inputs.entries)
         return total
 
 

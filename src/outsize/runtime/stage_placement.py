@@ -7,23 +7,18 @@ from dataclasses import dataclass
 
 from outsize.errors import PlanError, RecordingError
 from outsize.model.cuts import find_cut
-from outsize.model.deferred import DeferredModel
 from outsize.model.program import Program
 from outsize.model.slice import Slice, slice_program
-from outsize.model.stage_module import StageModule
 from outsize.plan.actions import Schedule
 from outsize.plan.plan import Plan
 from outsize.plan.schedule_files import find_schedule
 from outsize.plan.schedule_validation import validate_schedule
-from outsize.runtime.mesh import ProcessMesh
-from outsize.runtime.pipeline import PipelineExecutor
-from outsize.runtime.stage_executor import OneProcessExecutor, StageExecutor
 from outsize.runtime.tensor_parallel import lower
 
 __all__ = ["StagePlacement", "place_stages"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity
 class StagePlacement:
     """The slices of a program, in order, and the schedule that says which pipeline rank runs which.
 
@@ -40,17 +35,6 @@ class StagePlacement:
         """Return the slices that a pipeline rank runs, in stage order."""
         ranks = self.schedule.stage_to_rank
         return [part for part in self.slices if ranks[part.index] == pipeline_rank]
-
-    def make_executor(self, deferred: DeferredModel, mesh: ProcessMesh) -> StageExecutor:
-        """Return what runs this process's stages, on the blocks and parameters of ``deferred.module``."""
-        stages = {
-            part.index: StageModule(self.program, part, deferred.module)
-            for part in self.slices_of(mesh.coordinates["pp"])
-        }
-        group = mesh.group("pp")
-        if group is None:
-            return OneProcessExecutor(stages[0], mesh.device)
-        return PipelineExecutor(self.schedule, stages, group, mesh.device)
 
 
 def place_stages(plan: Plan, recording: Program) -> StagePlacement:

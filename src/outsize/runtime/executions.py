@@ -1,0 +1,95 @@
+"""Recordings and executors of one module, by what they hold for: a mode, shapes, numbers read from a batch.
+
+The first batch of a new shape is recorded again; every process sees the same batches, so all do it together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from outsize.model.batch_entries import BatchLayout
+from outsize.model.deferred import DeferredModel
+from outsize.model.guards import broken_guards
+from outsize.model.record import record_module
+from outsize.model.stage_module import StageModule
+from outsize.plan.plan import Plan
+from outsize.runtime.mesh import ProcessMesh
+from outsize.runtime.pipeline import PipelineExecutor
+from outsize.runtime.stage_executor import OneProcessExecutor, StageExecutor, StageForMicrobatches
+from outsize.runtime.stage_placement import StagePlacement, place_stages
+
+__all__ = ["Executions"]
+
+MAX_KEPT = 16  # recordings; when batches keep changing, the oldest go
+
+
+class Executions:
+    """Finds, or makes, what runs micro-batches of given shapes in the module's present mode."""
+
+    def __init__(self, deferred: DeferredModel, layout: BatchLayout, plan: Plan, mesh: ProcessMesh) -> None:
+        self._deferred, self._layout, self._plan, self._mesh = deferred, layout, plan, mesh
+        self._placements: list[tuple[object, StagePlacement]] = []  # newest last
+        self._stages: dict[StagePlacement, dict[int, StageModule]] = {}
+        self._executors: dict[tuple[StagePlacement, ...], StageExecutor] = {}
+
+    def placement(self, entries: Mapping[str, torch.Tensor]) -> StagePlacement:
+        """Return the recording that holds for a micro-batch.
+
+        Raises:
+            RecordingError: the module cannot be recorded with this batch.
+            PlanError: the plan does not fit this recording.
+        """
+        key = (
+            self._deferred.module.training,
+            tuple((name, tuple(value.shape), value.dtype) for name, value in entries.items()),
+        )
+        for known, placement in self._placements:
+            if known == key and not broken_guards(placement.recording, entries):
+                return placement
+        with torch.enable_grad():
+            recording = record_module(
+                self._deferred.module,
+                self._batch(entries),
+                granularity="blocks" if self._plan.sharding is None else "operators",
+            )
+        made = place_stages(self._plan, recording)
+        self._placements.append((key, made))
+        if len(self._placements) > MAX_KEPT:
+            self._forget(self._placements.pop(0)[1])
+        return made
+
+    def executor(self, placements: Sequence[StagePlacement]) -> StageExecutor:
+        """Return what runs one pass of the schedule, given the recording of each micro-batch."""
+        key = tuple(placements)
+        if key not in self._executors:
+            self._executors[key] = self._make_executor(placements)
+        return self._executors[key]
+
+    def _make_executor(self, placements: Sequence[StagePlacement]) -> StageExecutor:
+        by_microbatch = [self._stage_modules(placement) for placement in placements]
+        stages = {
+            index: StageForMicrobatches([modules[index] for modules in by_microbatch])
+            for index in by_microbatch[0]
+        }
+        group = self._mesh.group("pp")
+        if group is None:
+            return OneProcessExecutor(stages[0], self._mesh.device)
+        return PipelineExecutor(placements[0].schedule, stages, group, self._mesh.device)
+
+    def _stage_modules(self, placement: StagePlacement) -> dict[int, StageModule]:
+        if placement not in self._stages:
+            self._stages[placement] = {
+                part.index: StageModule(placement.program, part, self._deferred.module)
+                for part in placement.slices_of(self._mesh.coordinates["pp"])
+            }
+        return self._stages[placement]
+
+    def _batch(self, entries: Mapping[str, torch.Tensor]) -> object:
+        args, kwargs = self._layout.restore(entries)
+        return kwargs if self._layout.is_keywords else args
+
+    def _forget(self, placement: StagePlacement) -> None:
+        self._stages.pop(placement, None)
+        self._executors = {key: made for key, made in self._executors.items() if placement not in key}
