@@ -96,6 +96,13 @@ class BlockCosts:
         return float(self.step_s.sum())
 
     @cached_property
+    def most_repeated(self) -> tuple[int, float]:
+        """How many blocks take exactly as long as the most common one, and how long that is."""
+        times, counts = np.unique(self.step_s, return_counts=True)
+        most = int(counts.argmax())
+        return int(counts[most]), float(times[most])
+
+    @cached_property
     def whole_saved_bytes(self) -> float:
         """Bytes that one micro-batch keeps in all blocks, nothing recomputed."""
         return float(self.saved_bytes.sum())

@@ -89,7 +89,8 @@ class Evaluator:
                 forward_s=costs.whole_forward_s / pp,
                 backward_s=costs.whole_backward_s / pp,
             )
-        pace = whole / pp
+        count, block_s = costs.most_repeated  # some rank holds at least its share of them, rounded up
+        pace = max(whole / pp, math.ceil(count / pp) * block_s)
         passes = layout.num_microbatches * pace + (whole - pace) * layout.idle_share
         return float(passes) * self.job.software.factor / self._fastest_over_weakest
 
