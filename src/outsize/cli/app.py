@@ -11,6 +11,7 @@ from outsize.cli.demo import demo
 from outsize.cli.explain import explain
 from outsize.cli.inspect import inspect
 from outsize.cli.plan import plan
+from outsize.cli.rules import rules
 from outsize.cli.train import train
 from outsize.cli.validate import validate
 from outsize.errors import OutsizeError
@@ -30,6 +31,7 @@ app.command()(explain)
 app.command()(inspect)
 app.command()(compare)
 app.command()(validate)
+app.command()(rules)
 app.command()(train)
 app.command()(demo)
 

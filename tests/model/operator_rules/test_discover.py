@@ -113,6 +113,14 @@ def test_cross_entropy_splits_over_the_vocabulary(degree):
     assert "S1, R -> P, R (class_split_nll_loss)" in rules(nll, degree)
 
 
+def test_a_mean_over_a_split_dim_is_a_sum_of_shares():
+    """Over all elements, and over one dim that stays."""
+    whole = signature(torch.mean, aten.mean.default, parameters=[(4, 6)])
+    assert {"S0 -> P (split_mean)", "S1 -> P (split_mean)"} <= rules(whole)
+    last = signature(lambda x: x.mean(-1, keepdim=True), aten.mean.dim, parameters=[(4, 6)])
+    assert {rule for rule in rules(last) if "S" in rule} == {"S0 -> S0", "S1 -> P (split_mean)"}
+
+
 def test_a_normalised_dim_is_not_split():
     """Layer norm needs its whole row; its weight then has a partial gradient on each rank."""
     found = signature(

@@ -3,9 +3,10 @@
     embedding        table rows split: look up the own rows, zero elsewhere -> partial sum
     _log_softmax     classes split: maximum and sum over ranks, log-probabilities stay split
     nll_loss         classes split: pick where the label is one's own class -> partial sum
+    mean             a dim it runs over split: the shares of all ranks add up -> partial sum
 
-Together the last two are cross-entropy over a split vocabulary: logits are never gathered. Each rule is
-verified by the same trial as the discovered ones.
+Log-softmax and loss together are cross-entropy over a split vocabulary: logits are never gathered. Each
+rule is verified by the same trial as the discovered ones.
 """
 
 from __future__ import annotations
@@ -65,6 +66,16 @@ def hand_rules(signature: OperatorSignature) -> Iterator[OperatorRule]:
     if target is aten.nll_loss_forward.default and arguments[2] is None:
         outputs = (Partial(), Replicate())
         yield OperatorRule((Shard(1), Replicate()), outputs, kernel="class_split_nll_loss")
+    if target in (aten.mean.default, aten.mean.dim) and len(signature.inputs) == 1:
+        num_dims = len(signature.inputs[0].shape)
+        given = [a for a in arguments[1:] if type(a) is int] if target is aten.mean.dim else []
+        for dim in sorted({dim % num_dims for dim in given}) if given else range(num_dims):
+            yield OperatorRule((Shard(dim),), (Partial(),), kernel="split_mean")
+
+
+def split_mean(axis: Axis, values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The share of a mean that this rank's elements make up; all ranks hold equally many."""
+    return torch.mean(values, *args, **kwargs) / axis.degree
 
 
 def row_split_embedding(
@@ -136,5 +147,5 @@ def class_split_nll_loss(
 
 KERNELS: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (row_split_embedding, class_split_log_softmax, class_split_nll_loss)
+    for function in (split_mean, row_split_embedding, class_split_log_softmax, class_split_nll_loss)
 }
