@@ -171,7 +171,7 @@ def _leaf_calls_recorded(
         versions = _versions(args, kwargs)
         recorder.leaf, recorder.leaf_is_random = name, False
         try:
-            result = _run_or_repeat(original, leaf, repeated, args, kwargs)
+            result = _run_or_repeat(recorder, original, leaf, repeated, args, kwargs)
         finally:
             recorder.leaf = None
         mutated = [tensor for tensor, version in versions if tensor._version != version]
@@ -199,18 +199,25 @@ def _versions(args: Any, kwargs: Any) -> list[tuple[torch.Tensor, int]]:
 
 
 def _run_or_repeat(
-    forward: Callable[..., Any], leaf: nn.Module, repeated: RepeatedCalls | None, args: Any, kwargs: Any
+    recorder: Recorder,
+    forward: Callable[..., Any],
+    leaf: nn.Module,
+    repeated: RepeatedCalls | None,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     """Run a block, or return what an alike call returned."""
     key = None if repeated is None else repeated.key(leaf, args, kwargs)
     if repeated is None or key is None:
         return forward(*args, **kwargs)
-    is_known, result = repeated.result(key, args, kwargs)
-    if not is_known:
-        versions = _versions(args, kwargs)
-        result = forward(*args, **kwargs)
-        if all(tensor._version == version for tensor, version in versions):
-            repeated.remember(key, args, kwargs, result)
+    known = repeated.result(key, args, kwargs)
+    if known is not None:
+        result, recorder.leaf_is_random = known
+        return result
+    versions = _versions(args, kwargs)
+    result = forward(*args, **kwargs)
+    if all(tensor._version == version for tensor, version in versions):
+        repeated.remember(key, args, kwargs, result, is_random=recorder.leaf_is_random)
     return result
 
 

@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator and write it down, or only watch it when a leaf is running."""
         kwargs = kwargs or {}
         if self.leaf is not None:
-            self.leaf_is_random |= torch.Tag.nondeterministic_seeded in func.tags
+            self.leaf_is_random |= _draws_random_numbers(func, args, kwargs)
             result, _ = self.execution.run(func, args, kwargs, inside_leaf=True)
             self._watch(result, self.leaf)
             return result
@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mutated = _written_arguments(func, args, kwargs)
         result, is_read = self.execution.run(func, args, kwargs, inside_leaf=False)
         if mutated or any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(result)[0]):
-            is_random = torch.Tag.nondeterministic_seeded in func.tags
+            is_random = _draws_random_numbers(func, args, kwargs)
             self.add_call(NodeKind.OPERATOR, func, arguments, result, mutated=mutated, is_random=is_random)
         if is_read:
             self._add_guards(func, args, arguments[0], result)
@@ -205,6 +205,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     continue
                 self._made_inside[id(tensor)] = leaf
                 self._kept.append(tensor)
+
+
+def _draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether an operator is random with these arguments; attention without dropout is not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(given)
+    return True
 
 
 def _memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:

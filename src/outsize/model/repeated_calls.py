@@ -36,6 +36,7 @@ class _Passed:
 class _Result:
     leaves: tuple[Any, ...]
     structure: TreeSpec
+    is_random: bool
 
 
 class RepeatedCalls:
@@ -60,7 +61,7 @@ class RepeatedCalls:
             self._signatures[id(block)] = module_signature(block)
         return self._signatures[id(block)], tuple(described), str(structure), torch.is_grad_enabled()
 
-    def remember(self, key: Hashable, args: Any, kwargs: Any, result: Any) -> None:
+    def remember(self, key: Hashable, args: Any, kwargs: Any, result: Any, *, is_random: bool) -> None:
         """Remember a result, unless it holds views of arguments or objects."""
         arguments = tree_flatten((args, kwargs))[0]
         positions = {id(leaf): at for at, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)}
@@ -77,16 +78,16 @@ class RepeatedCalls:
                 kept.append(_Made(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
             else:
                 return
-        self._results[key] = _Result(tuple(kept), structure)
+        self._results[key] = _Result(tuple(kept), structure, is_random)
 
-    def result(self, key: Hashable, args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Return whether a result is known, and it, made of new tensors."""
+    def result(self, key: Hashable, args: Any, kwargs: Any) -> tuple[Any, bool] | None:
+        """Return a known result, made of new tensors, and whether random numbers went into it."""
         found = self._results.get(key)
         if found is None:
-            return False, None
+            return None
         arguments = tree_flatten((args, kwargs))[0]
         leaves = [_make(leaf, arguments) for leaf in found.leaves]
-        return True, tree_unflatten(leaves, found.structure)
+        return tree_unflatten(leaves, found.structure), found.is_random
 
 
 def _make(leaf: Any, arguments: list[Any]) -> Any:
