@@ -172,3 +172,16 @@ def test_batches_of_any_size_and_length_train_exactly() -> None:
     schedule = ScheduleSpec("1f1b", 4)
     plans = [make_plan(Mesh(pp=2), schedule=schedule), make_plan(Mesh(dp=2), schedule=schedule)]
     assert_trains_like_one_process(tied_llama, plans, sizes)
+
+
+def test_recomputed_blocks_train_exactly() -> None:
+    """All blocks run again in backward, also where the backward is split."""
+    layers = [f"model.layers.{index}" for index in range(4)]
+    stages = (
+        StageSpec(0, "", recompute=tuple(layers[:2])),
+        StageSpec(1, layers[2], recompute=tuple(layers[2:])),
+    )
+    plans = [
+        make_plan(Mesh(pp=2), stages=stages, schedule=ScheduleSpec(name, 4)) for name in ("1f1b", "zb_h1")
+    ]
+    assert_trains_like_one_process(tied_llama, plans)

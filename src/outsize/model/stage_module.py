@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from outsize.errors import RecordingError
 from outsize.model.program import Node, NodeKind, Program, Ref
@@ -39,6 +41,15 @@ class StageModule(nn.Module):
             self._container(owner).register_buffer(leaf, module.get_submodule(owner)._buffers[leaf])
         self._term_of = {term.value: index for index, term in enumerate(program.loss_terms)}
         self._steps = self._prepare_steps()
+
+    def apply_recompute(self, blocks: Collection[str]) -> None:
+        """Keep only the inputs of these blocks from forward to backward, and run them again there."""
+        self._steps = [
+            (node, _recomputed(callee), dropped)
+            if node.kind is NodeKind.MODULE and node.target in blocks
+            else (node, callee, dropped)
+            for node, callee, dropped in self._steps
+        ]
 
     def _container(self, path: str) -> nn.Module:
         """Return the module at ``path``, making empty ones on the way."""
@@ -126,6 +137,11 @@ class StageModule(nn.Module):
         for value in node.outputs:
             if value in self._term_of and value in values:
                 values[value] = values[value] * loss_scales[self._term_of[value]]
+
+
+def _recomputed(block: nn.Module) -> Callable[..., Any]:
+    """Non-reentrant: right also where no input needs a gradient; random masks are drawn as the first time."""
+    return partial(checkpoint, block, use_reentrant=False)
 
 
 def _references(outputs: Sequence[Any]) -> set[int]:

@@ -80,10 +80,13 @@ class Executions:
 
     def _stage_modules(self, placement: StagePlacement) -> dict[int, StageModule]:
         if placement not in self._stages:
-            self._stages[placement] = {
+            modules = {
                 part.index: StageModule(placement.program, part, self._deferred.module)
                 for part in placement.slices_of(self._mesh.coordinates["pp"])
             }
+            for index, module in modules.items():
+                module.apply_recompute(self._plan.stages[index].recompute)
+            self._stages[placement] = modules
         return self._stages[placement]
 
     def _batch(self, entries: Mapping[str, torch.Tensor]) -> object:

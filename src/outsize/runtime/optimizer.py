@@ -18,7 +18,8 @@ def build_optimizer(spec: OptimizerSpec, parameters: Iterable[torch.nn.Parameter
     Raises:
         PlanError: the plan names an optimizer that is not known.
     """
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    # One group: it may be empty, where all that a process holds is frozen.
+    trainable = [{"params": [parameter for parameter in parameters if parameter.requires_grad]}]
     rate, decay = spec.learning_rate, spec.weight_decay
     if spec.name == "adamw":
         return torch.optim.AdamW(trainable, lr=rate, betas=spec.betas, weight_decay=decay)

@@ -72,7 +72,7 @@ class ParallelModel:
         self.plan, self.mesh, self.memory, self.optimizer = plan, mesh, memory, optimizer
         self.num_steps = 0
         self._module, self._held = module, held
-        self._executions, self._splitter = executions, splitter
+        self.executions, self._splitter = executions, splitter
         self._training_modes = {part: part.training for part in module.modules()}
 
     @property
@@ -99,7 +99,7 @@ class ParallelModel:
         self.optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for microbatches in split.accumulation_steps:
-            executor = self._executions.executor([each.placement for each in microbatches])
+            executor = self.executions.executor([each.placement for each in microbatches])
             loss += executor.train([each.inputs for each in microbatches])
         sum_gradients(list(self.parameters.values()), self.mesh.group("dp"))
         self._held.tied.sum_gradients(self.parameters)
@@ -117,7 +117,7 @@ class ParallelModel:
         try:
             loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
             for microbatches in self._splitter.split(batch).accumulation_steps:
-                executor = self._executions.executor([each.placement for each in microbatches])
+                executor = self.executions.executor([each.placement for each in microbatches])
                 loss += executor.evaluate([each.inputs for each in microbatches])
         finally:
             for part, mode in self._training_modes.items():

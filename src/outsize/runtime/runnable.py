@@ -24,6 +24,10 @@ def check_runnable(plan: Plan) -> None:
             f"a mesh with tp {plan.mesh.tp}, and holds operator splits for "
             f"{plan.sharding.degree if plan.sharding else 'none'}",
         ),
+        (
+            plan.sharding is not None and any(stage.recompute for stage in plan.stages),
+            "recomputation of blocks whose operators are split",
+        ),
         (plan.precision != "fp32", f"precision {plan.precision!r}"),
     ):
         if has:
