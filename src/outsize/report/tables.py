@@ -87,19 +87,23 @@ def category_table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def memory_table(plan: Plan, measured_bytes: Sequence[int | None]) -> Table:
-    """Return one row a device: predicted and measured peak memory, their ratio, and the limit."""
-    table = Table(title="peak memory per device", title_justify="left")
-    for column in ("device", "stage", "predicted", "measured", "difference", "limit"):
-        table.add_column(column, justify="right")
+    """Return one row a device: peak memory predicted for tensors and with the reserve, measured, limit.
+
+    A measured peak holds what no tensor does (the allocator's slack, connections): that is what the
+    reserve is for, so it should lie between the two predictions.
+    """
+    table = Table(title="peak memory per device", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("device", "stage", "predicted", "with reserve", "measured", "difference", "limit"):
+        table.add_column(column, justify="right", no_wrap=True)
     predicted = plan.prediction.memory_by_rank if plan.prediction else ()
     for rank, measured in enumerate(measured_bytes):
-        expected = sum(predicted[rank].values()) if rank < len(predicted) else None
+        needed = sum(predicted[rank].values()) if rank < len(predicted) else None
+        tensors = needed - predicted[rank].get("reserve", 0) if needed is not None else None
         table.add_row(
             str(rank),
             str(plan.mesh.coordinates(rank)["pp"]),
-            format_bytes(expected) if expected is not None else "–",
-            format_bytes(measured) if measured is not None else "–",
-            f"{measured / expected - 1:+.1%}" if measured is not None and expected else "–",
+            *(format_bytes(value) if value is not None else "–" for value in (tensors, needed, measured)),
+            f"{measured / tensors - 1:+.1%}" if measured is not None and tensors else "–",
             format_bytes(plan.device_memory_bytes) if plan.device_memory_bytes else "–",
         )
     return table

@@ -40,7 +40,7 @@ class RunFigures(Protocol):
 def training_table(plan: Plan, reports: Sequence[RunFigures]) -> Table:
     """Return a table of loss and speed: at the start and the end, predicted and measured."""
     figures = reports[0]
-    table = Table(title="training", title_justify="left")
+    table = Table(title="training", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("", "first", "last"):
         table.add_column(column, justify="right" if column else "left")
     table.add_row("training loss", f"{figures.first_loss:.4f}", f"{figures.last_loss:.4f}")

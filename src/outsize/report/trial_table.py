@@ -30,20 +30,28 @@ class Trial:
 
 def trial_table(trials: Sequence[Trial]) -> Table:
     """Return one row a trial."""
-    table = Table(title="tried for real (neediest device)", title_justify="left")
+    table = Table(
+        title="tried for real (memory of the neediest device; time of a step)",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
     table.add_column("strategy", no_wrap=True)
     table.add_column("mesh", no_wrap=True)
-    for column in ("memory predicted", "measured", "limit", "step predicted", "measured"):
-        table.add_column(column, justify="right")
-    table.add_column("what happened")
+    for column in ("needed", "measured", "limit", "predicted", "measured"):
+        table.add_column(column, justify="right", no_wrap=True)
     for trial in trials:
+        step = (
+            (Text("out of memory", style="red"), "")
+            if trial.failure
+            else (_seconds(trial.predicted_step_time_s), _seconds(trial.measured_step_time_s))
+        )
         table.add_row(
             trial.strategy,
-            " x ".join(f"{axis} {degree}" for axis, degree in trial.mesh.degrees.items() if degree > 1),
+            " ".join(f"{axis}={degree}" for axis, degree in trial.mesh.degrees.items() if degree > 1),
             *(_bytes(value) for value in (trial.predicted_peak_bytes, trial.measured_peak_bytes)),
             _bytes(trial.limit_bytes),
-            *(_seconds(value) for value in (trial.predicted_step_time_s, trial.measured_step_time_s)),
-            Text("out of memory", style="red") if trial.failure else Text("trained", style="green"),
+            *step,
         )
     return table
 
