@@ -31,14 +31,14 @@ class Trial:
 def trial_table(trials: Sequence[Trial]) -> Table:
     """Return one row a trial."""
     table = Table(
-        title="tried for real (memory of the neediest device; time of a step)",
+        title=f"tried for real: memory of the neediest device (limit {_limit(trials)}), time of a step",
         title_justify="left",
         box=None,
         padding=(0, 2, 0, 0),
     )
     table.add_column("strategy", no_wrap=True)
     table.add_column("mesh", no_wrap=True)
-    for column in ("needed", "measured", "limit", "predicted", "measured"):
+    for column in ("needed", "measured", "predicted", "measured"):
         table.add_column(column, justify="right", no_wrap=True)
     for trial in trials:
         step = (
@@ -50,10 +50,13 @@ def trial_table(trials: Sequence[Trial]) -> Table:
             trial.strategy,
             " ".join(f"{axis}={degree}" for axis, degree in trial.mesh.degrees.items() if degree > 1),
             *(_bytes(value) for value in (trial.predicted_peak_bytes, trial.measured_peak_bytes)),
-            _bytes(trial.limit_bytes),
             *step,
         )
     return table
+
+
+def _limit(trials: Sequence[Trial]) -> str:
+    return ", ".join(sorted({_bytes(trial.limit_bytes) for trial in trials}))
 
 
 def _bytes(value: int | None) -> str:
