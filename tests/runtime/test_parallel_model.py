@@ -85,10 +85,8 @@ def evaluate(_rank: int, factory: Callable[[], nn.Module], plan: Plan, batch: An
     return before, model.evaluate(batch), model.train_step(batch).loss
 
 
-def train_one(
-    _rank: int, factory: Callable[[], nn.Module], plan: Plan, batch: Any
-) -> dict[str, torch.Tensor]:
-    model = parallelize(factory, plan, sample_batch=batch)
+def train_half_frozen(_rank: int, plan: Plan, batch: Any) -> dict[str, torch.Tensor]:
+    model = parallelize(half_frozen_chain, plan, sample_batch=batch)
     model.train_step(batch)
     return {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
 
