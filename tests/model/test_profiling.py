@@ -1,5 +1,9 @@
 """Profiles against hand formulas and against what a real run keeps."""
 
+import json
+import resource
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -115,9 +119,46 @@ def test_default_job_is_profiled_without_memory() -> None:
     """A model argument is enough; tokens per sample come from the batch, sizes from the recording's dtype."""
     source = load_model("outsize.jobs.default_model:build")
     profile = profile_model(source)
-    assert profile.tokens_per_sample == 128
+    assert profile.tokens_per_sample == source.sample_batch(1)["input_ids"].shape[1]
     assert profile.bytes_per_element == 4
     assert profile.num_parameters == sum(parameter.numel() for parameter in source.factory().parameters())
+
+
+def test_a_model_that_cannot_be_recorded_is_known_by_its_parameters() -> None:
+    """The last rung: one block that no cut divides, 2 FLOPs a parameter forward and 4 backward."""
+
+    class Deciding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            return x.sum() if x.sum() > 0 else -x.sum()
+
+    profile = profile_model(ModelSource("deciding", Deciding, lambda n: (torch.ones(n, 3),)))
+    (block,) = profile.blocks
+    assert profile.rung == "parameter_counts"
+    assert (block.num_parameters, block.parameter_bytes, block.cut_label) == (12, 48, "")
+    assert (block.forward_flops.of(1), block.backward_flops.of(1)) == (24, 48)
+
+
+@pytest.mark.slow
+def test_405_billion_parameters_are_profiled_in_seconds_without_memory(tmp_path) -> None:
+    """Llama-3 405B from its published sizes: under 15 s of one core and under 1 GiB more than before."""
+    settings = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256,
+        "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
+        "num_attention_heads": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.process_time()
+    profile = profile_model(load_model(f"hf:{tmp_path}"))
+    assert time.process_time() - started < 15
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20
+    assert profile.num_parameters == 405_853_388_800  # published as 405B
+    assert len({block.kind for block in profile.blocks if "LlamaDecoderLayer" in block.kind}) == 1
 
 
 def test_profile_of_a_source_equals_that_of_the_built_module() -> None:

@@ -197,6 +197,42 @@ def test_values_that_leave_blocks_by_a_side_channel_are_followed() -> None:
         assert worst_relative_error(found, expected) < 1e-12
 
 
+class Cache:
+    """An object that blocks write to."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+
+class Remembering(nn.Module):
+    """Hands a cache from block to block."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+            cache.seen.append(x)
+            return self.linear(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembering.Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return x.sum()
+
+
+def test_objects_that_blocks_write_tensors_to_are_refused() -> None:
+    """A stage could not call the block again with the object of the recording; the class is named."""
+    with pytest.raises(RecordingError, match="passes a Cache that holds tensors"):
+        record_module(Remembering().to("meta"), (X.to("meta"),))
+
+
 class DoubledGradient(torch.autograd.Function):
     """The identity, with twice the gradient."""
 

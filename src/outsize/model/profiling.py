@@ -6,22 +6,22 @@ size on fake tensors; amounts are then affine in the number of samples.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
+from outsize.errors import RecordingError
 from outsize.model.batch_entries import flatten_batch
 from outsize.model.block_signature import slice_signature
 from outsize.model.cuts import cut_points
 from outsize.model.deferred import build_deferred
 from outsize.model.fake import fake_tensor_like, fake_tensors_in
+from outsize.model.model_sizes import bytes_per_element, model_fingerprint, num_bytes, tokens_per_sample
 from outsize.model.profile import Amount, BlockProfile, ModelProfile
-from outsize.model.program import CutPoint, Program, Ref
+from outsize.model.program import CutPoint, Program, Rung
 from outsize.model.record import record_module
 from outsize.model.shapes import shapes_only
 from outsize.model.slice import Slice, slice_program
@@ -29,7 +29,13 @@ from outsize.model.slice_cost import SliceCost, estimate_slice_cost
 from outsize.model.source import ModelSource
 from outsize.model.splittable import splittable_figures
 
-__all__ = ["Recording", "profile_model", "profile_recordings", "record_for_profile"]
+__all__ = [
+    "Recording",
+    "profile_model",
+    "profile_parameter_counts",
+    "profile_recordings",
+    "record_for_profile",
+]
 
 BATCH_SIZES = (2, 4)
 
@@ -46,12 +52,53 @@ class Recording:
 def profile_model(source: ModelSource) -> ModelProfile:
     """Build ``source`` without memory, record it and return its profile.
 
+    A forward that cannot be recorded leaves the last rung: parameter counts alone.
+
     Raises:
         ModelError: the model or its sample batch cannot be made.
-        RecordingError: the forward cannot be recorded.
     """
     module = build_deferred(source.factory).module
-    return profile_recordings(module, record_for_profile(module, source.sample_batch), name=source.name)
+    batch = source.sample_batch(BATCH_SIZES[0])
+    try:
+        recordings = record_for_profile(module, source.sample_batch)
+    except RecordingError:
+        return profile_parameter_counts(module, batch, name=source.name)
+    return profile_recordings(module, recordings, name=source.name)
+
+
+def profile_parameter_counts(module: nn.Module, batch: Any, *, name: str = "") -> ModelProfile:
+    """Return a profile of one block that cannot be cut: parameters, buffers and a guess of the FLOPs.
+
+    A multiplication and an addition for each parameter and token, twice that backward. Activations are
+    unknown and left at zero, so that only what keeps the model whole can be planned, with a wide margin.
+    """
+    tokens = tokens_per_sample(batch)
+    parameters = dict(module.named_parameters())
+    flops = Amount(2.0 * tokens * _count(parameters))
+    block = BlockProfile(
+        name="model",
+        kind=type(module).__name__,
+        num_parameters=_count(parameters),
+        num_trainable_parameters=sum(p.numel() for p in parameters.values() if p.requires_grad),
+        parameter_bytes=num_bytes(parameters.values()),
+        forward_flops=flops,
+        backward_flops=flops.scaled(2),
+        bytes_moved=Amount(fixed=num_bytes(parameters.values())),
+        saved_activation_bytes=Amount(),
+        recompute_input_bytes=Amount(),
+        temporary_bytes=Amount(),
+        output_bytes=Amount(),
+        buffer_bytes=num_bytes(module.buffers()),
+        parameter_names=tuple(parameters),
+    )
+    return ModelProfile(
+        name=name,
+        blocks=(block,),
+        tokens_per_sample=tokens,
+        rung=str(Rung.PARAMETER_COUNTS),
+        fingerprint=model_fingerprint(module, []),
+        bytes_per_element=bytes_per_element(module),
+    )
 
 
 def record_for_profile(module: nn.Module, sample_batch: Callable[[int], Any]) -> tuple[Recording, Recording]:
@@ -72,10 +119,10 @@ def profile_recordings(
     return ModelProfile(
         name=name,
         blocks=profiler.blocks(),
-        tokens_per_sample=_tokens_per_sample(recordings[0]),
+        tokens_per_sample=tokens_per_sample(recordings[0].batch),
         rung=str(program.rung),
-        fingerprint=model_fingerprint(module, program),
-        bytes_per_element=_bytes_per_element(module),
+        fingerprint=model_fingerprint(module, program.nodes),
+        bytes_per_element=bytes_per_element(module),
     )
 
 
@@ -148,7 +195,7 @@ class _Profiler:
             kind=kind,
             num_parameters=_count(own),
             num_trainable_parameters=sum(tensor.numel() for tensor in own.values() if tensor.requires_grad),
-            parameter_bytes=sum(tensor.numel() * tensor.element_size() for tensor in own.values()),
+            parameter_bytes=num_bytes(own.values()),
             forward_flops=self._affine(lambda sliced: sliced.costs[at].forward_flops),
             backward_flops=self._affine(lambda sliced: sliced.costs[at].backward_flops),
             bytes_moved=self._affine(lambda sliced: sliced.costs[at].bytes_moved),
@@ -182,7 +229,7 @@ class _Profiler:
         held = [self.module.get_buffer(name) for name in part.buffers]
         for name in part.modules:
             held += self.module.get_submodule(name).buffers()
-        return sum(buffer.numel() * buffer.element_size() for buffer in {id(b): b for b in held}.values())
+        return num_bytes(held)
 
 
 class _Kinds:
@@ -236,29 +283,3 @@ def _input_bytes(sliced: _Sliced, at: int) -> int:
     part, program = sliced.slices[at], sliced.recording.program
     received = sum(program.specs[value].num_bytes for value in part.received)
     return received + sum(entries[name].numel() * entries[name].element_size() for name in part.batch_entries)
-
-
-def _tokens_per_sample(recording: Recording) -> int:
-    """Return the length of the first integer sequence in the batch, 1 if there is none."""
-    for tensor in flatten_batch(recording.batch)[0].values():
-        if tensor.dim() == 2 and not tensor.is_floating_point():
-            return int(tensor.shape[1])
-    return 1
-
-
-def _bytes_per_element(module: nn.Module) -> int:
-    sizes = Counter[int]()
-    for parameter in module.parameters():
-        sizes[parameter.element_size()] += parameter.numel()
-    return sizes.most_common(1)[0][0] if sizes else torch.get_default_dtype().itemsize
-
-
-def model_fingerprint(module: nn.Module, program: Program) -> str:
-    """Return a digest of the parameters' names and shapes, and of the steps of the forward."""
-    digest = hashlib.sha256()
-    for name, parameter in module.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-    for node in program.nodes:
-        inputs = [argument.value for argument in node.arguments if isinstance(argument, Ref)]
-        digest.update(f"{node.kind} {node.target} {inputs} {node.outputs}\n".encode())
-    return digest.hexdigest()[:16]

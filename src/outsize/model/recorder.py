@@ -152,6 +152,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def flatten_arguments(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         """Return the flattened ``(args, kwargs)`` with references for tensors, and its structure."""
         leaves, structure = tree_flatten((args, kwargs))
+        for leaf in leaves:
+            if _holds_recorded_tensors(leaf):
+                caller = self.module_stack[-1] or "the model"
+                raise RecordingError(
+                    f"{caller} passes a {type(leaf).__name__} that holds tensors",
+                    why="it is written to during the forward, so a block could not be called again with it",
+                    attempt="turn off caches, or register the class with torch.utils._pytree",
+                )
         return [
             self.reference(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ], structure
@@ -205,6 +213,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     continue
                 self._made_inside[id(tensor)] = leaf
                 self._kept.append(tensor)
+
+
+def _holds_recorded_tensors(leaf: Any) -> bool:
+    """Tell whether an object that is no container holds tensors made while recording."""
+    if isinstance(leaf, torch.Tensor | nn.Module | type) or not hasattr(leaf, "__dict__"):
+        return False
+    return any(isinstance(value, FakeTensor) for value in tree_leaves(list(vars(leaf).values())))
 
 
 def _draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
