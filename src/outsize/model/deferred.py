@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
-from outsize.errors import ModelError
+from outsize.errors import ModelError, OutsizeError
 from outsize.model.factory_log import FactoryLog
 
 __all__ = ["DeferredModel", "apply_materialised", "build_deferred"]
@@ -93,6 +93,8 @@ def build_deferred(factory: Callable[[], nn.Module], *, seed: int = 0) -> Deferr
         with torch.random.fork_rng(devices=[]), log.watching():
             torch.manual_seed(seed)
             module = factory()
+    except OutsizeError:
+        raise
     except Exception as error:
         raise ModelError(
             f"the model factory failed: {type(error).__name__}: {error}",
