@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from outsize.plan.actions import Schedule
 from outsize.runtime.stage_executor import MicrobatchInputs, StageForMicrobatches
 
 __all__ = ["PipelineExecutor"]
+
+MAX_PENDING_SENDS = 2  # gradients on their way; the sender waits rather than keep more
 
 
 class PipelineExecutor:
@@ -72,6 +75,8 @@ class PipelineExecutor:
             return_outputs=False,
         )
         for stage in stages:
+            assert isinstance(stage, _Stage)
+            stage.wait_for_sends()
             stage.clear_runtime_states()
         if not self._holds_loss:
             return torch.zeros((), device=self._device)
@@ -103,6 +108,8 @@ class _Stage(PipelineStage):
             output_args=() if stage.is_last else _described(first.program, first.part.sent),
             group=group,
         )
+        self._forward_sends: dict[int, list[dist.Work]] = {}
+        self._pending_sends: deque[list[dist.Work]] = deque()
         self._recordings = [stage.stage_of(chunk) for chunk in range(schedule.num_microbatches)]
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
@@ -124,6 +131,34 @@ class _Stage(PipelineStage):
                 _RecvInfo(f"output gradient {index}", self.stage_index + 1, None, meta)
                 for index, meta in enumerate(_derive_grad_metas(extract_tensor_metas(sent) or ()))
             )
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send at once and give torch nothing to do: it would hold all sent tensors until the step ends."""
+        works = _start_all(super().get_fwd_send_ops(fwd_chunk_id))
+        if self.has_backward:
+            self._forward_sends[fwd_chunk_id] = works  # done once the gradient comes back
+        else:
+            self._add_pending(works)
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._add_pending(_start_all(super().get_bwd_send_ops(bwd_chunk_id)))
+        return []
+
+    def _add_pending(self, works: list[dist.Work]) -> None:
+        """Wait for the oldest sends beyond a few.
+
+        No deadlock: torch places each receive so that nothing before it in the receiver's actions depends on
+        anything after the send.
+        """
+        self._pending_sends.append(works)
+        while len(self._pending_sends) > MAX_PENDING_SENDS:
+            _wait_all(self._pending_sends.popleft())
+
+    def wait_for_sends(self) -> None:
+        """Wait until all that was sent has been received."""
+        while self._pending_sends:
+            _wait_all(self._pending_sends.popleft())
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._make_buffers(self.args_recv_info[fwd_chunk_id])
@@ -148,6 +183,7 @@ class _Stage(PipelineStage):
         return received
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor | None, ...]:
+        _wait_all(self._forward_sends.pop(bwd_chunk_id, []))
         received: tuple[torch.Tensor | None, ...] = super()._retrieve_recv_grads(bwd_chunk_id)
         _drop_buffers(self.grad_recv_info[bwd_chunk_id])
         return received
@@ -157,6 +193,15 @@ class _Stage(PipelineStage):
             if info.tensor_meta is not None:
                 meta = info.tensor_meta
                 info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+
+
+def _start_all(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+    return [each.op(each.tensor, group=each.group, group_dst=each.group_peer) for each in operations]
+
+
+def _wait_all(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _drop_buffers(infos: Sequence[_RecvInfo]) -> None:
