@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,8 @@ def save_entries(folder: Path, step: int, entries: Mapping[str, CheckpointEntry]
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier()
-    save(dict(entries), storage_writer=writer(partial), planner=EntrySavePlanner(), no_dist=_is_alone())
+    with _without_warning():
+        save(dict(entries), storage_writer=writer(partial), planner=EntrySavePlanner())
     _barrier()
     if _is_first():
         description = {"format_version": FORMAT_VERSION, "step": step}
@@ -91,7 +94,8 @@ def load_entries(checkpoint: Path, entries: Mapping[str, CheckpointEntry]) -> in
         )
     source = reader(checkpoint)
     _check_same(checkpoint, source.read_metadata().state_dict_metadata, entries)
-    load(dict(entries), storage_reader=source, planner=EntryLoadPlanner(), no_dist=_is_alone())
+    with _without_warning():
+        load(dict(entries), storage_reader=source, planner=EntryLoadPlanner())
     return int(description["step"])
 
 
@@ -110,6 +114,14 @@ def _check_same(checkpoint: Path, saved: Mapping[str, Any], entries: Mapping[str
             why="; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else ""),
             attempt="the model and optimizer it was saved from.",
         )
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """Keep torch from warning that one process saves alone, which is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _is_alone() -> bool:
