@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from outsize.errors import ModelError
+from outsize.jobs.default_model import SEQUENCE
 from outsize.model.argument import load_model
 from outsize.model.source import resize_batch
 
@@ -57,7 +58,7 @@ def test_function_in_a_file_builds_the_module(model_file: Path) -> None:
 def test_function_in_a_package_builds_the_module() -> None:
     """`package.module:function` imports the module; its `batch` gives sample batches."""
     source = load_model("outsize.jobs.default_model:build")
-    assert source.sample_batch(3)["input_ids"].shape == (3, 128)
+    assert source.sample_batch(3)["input_ids"].shape == (3, SEQUENCE)
 
 
 def test_batch_returned_beside_the_module_is_resized(model_file: Path) -> None:
