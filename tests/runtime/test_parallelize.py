@@ -40,6 +40,15 @@ def batches(sizes: list[tuple[int, int]]) -> list[dict[str, torch.Tensor]]:
     return [make_batch(num, seed=step, length=length) for step, (num, length) in enumerate(sizes)]
 
 
+def evaluate(_rank: int, factory: Callable[[], Any], plan: Plan) -> list[float]:
+    """Return losses in evaluation mode before and after a step, on another length than that trained on."""
+    model = parallelize(factory, plan, sample_batch=batches(FULL)[0])
+    other = make_batch(GLOBAL_BATCH, seed=9, length=6)
+    before = model.evaluate(other)
+    model.train_step(batches(FULL)[0])
+    return [before, model.evaluate(other)]
+
+
 def train(factory: Callable[[], Any], plan: Plan, sizes: list[tuple[int, int]]) -> tuple[Any, ...]:
     """Return losses, norms, first gradients, final parameters and position on the mesh of this rank."""
     data = batches(sizes)
@@ -191,3 +200,13 @@ def test_recomputed_blocks_train_exactly() -> None:
         make_plan(Mesh(pp=2), stages=stages, schedule=ScheduleSpec(name, 4)) for name in ("1f1b", "zb_h1")
     ]
     assert_trains_like_one_process(tied_llama, plans)
+
+
+def test_split_operators_take_batches_of_other_shapes() -> None:
+    """A shape that comes later is recorded on the whole model again, not on what one rank holds of it."""
+    plan = split_operators(tied_llama, make_plan(Mesh(tp=2), schedule=ScheduleSpec("1f1b", 2)))
+    assert_trains_like_one_process(tied_llama, [plan], [(12, 9), (12, 6), (8, 9)])
+    one = run_distributed(evaluate, 1, tied_llama, make_plan(Mesh()))
+    two = run_distributed(evaluate, 2, tied_llama, plan)
+    assert two[0] == two[1]
+    assert two[0] == pytest.approx(one[0], rel=1e-12)

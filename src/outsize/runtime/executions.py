@@ -5,9 +5,11 @@ The first batch of a new shape is recorded again; every process sees the same ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from outsize.model.batch_entries import BatchLayout
 from outsize.model.deferred import DeferredModel
@@ -30,6 +32,8 @@ class Executions:
 
     def __init__(self, deferred: DeferredModel, layout: BatchLayout, plan: Plan, mesh: ProcessMesh) -> None:
         self._deferred, self._layout, self._plan, self._mesh = deferred, layout, plan, mesh
+        parameters = deferred.module.named_parameters(remove_duplicate=False)
+        self._whole = dict(parameters) if plan.sharding is not None else {}  # before shards take their place
         self._placements: list[tuple[object, StagePlacement]] = []  # newest last
         self._stages: dict[StagePlacement, dict[int, StageModule]] = {}
         self._executors: dict[tuple[StagePlacement, ...], StageExecutor] = {}
@@ -48,7 +52,7 @@ class Executions:
         for known, placement in self._placements:
             if known == key and not broken_guards(placement.recording, entries):
                 return placement
-        with torch.enable_grad():
+        with torch.enable_grad(), _in_place(self._deferred.module, self._whole):
             recording = record_module(
                 self._deferred.module,
                 self._batch(entries),
@@ -96,3 +100,19 @@ class Executions:
     def _forget(self, placement: StagePlacement) -> None:
         self._stages.pop(placement, None)
         self._executors = {key: made for key, made in self._executors.items() if placement not in key}
+
+
+@contextmanager
+def _in_place(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Hold these parameters in the module while inside, so that it is recorded whole and not as a shard."""
+    held: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
+    for name, parameter in parameters.items():
+        owner, _, leaf = name.rpartition(".")
+        table = module.get_submodule(owner)._parameters
+        held.append((table, leaf, table[leaf]))
+        table[leaf] = parameter
+    try:
+        yield
+    finally:
+        for table, leaf, parameter_held in held:
+            table[leaf] = parameter_held

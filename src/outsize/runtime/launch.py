@@ -112,6 +112,7 @@ def _environment(rank: int, launch: LocalLaunch, port: int) -> dict[str, str]:
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "outsize",  # names the log folder
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, in the starting process
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         **(launch.environment or {}),
