@@ -29,16 +29,13 @@ class DeferredModel:
             **dict(module.named_buffers(remove_duplicate=False)),
             **dict(module.named_parameters(remove_duplicate=False)),
         }
+        self._aliases = self._find_aliases()
         for name, tensor in reversed(self._tensors.items()):
             if tensor.is_meta:
-                log.names[tensor.untyped_storage()._cdata] = self._canonical(name)
-        self._aliases = self._find_aliases()
-
-    def _canonical(self, name: str) -> str:
-        """Return the first name of the tensor that ``name`` stands for."""
-        return next(first for first, tensor in self._tensors.items() if tensor is self._tensors[name])
+                log.names[tensor.untyped_storage()._cdata] = self._aliases[name]
 
     def _find_aliases(self) -> dict[str, str]:
+        """Return the first name of the tensor that each name stands for."""
         first_names: dict[int, str] = {}
         return {name: first_names.setdefault(id(tensor), name) for name, tensor in self._tensors.items()}
 
