@@ -66,7 +66,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
         raise
     best = replace(result.best, model=model)
     if save is not None:
-        save_plan(best, save)
+        save_plan(_trainable(best, sequence), save)
     if html is not None:
         _write_page(html, best)
     if as_json:
@@ -102,6 +102,16 @@ def _form(result: PlanningResult, best: Plan, device_mtbf_hours: float | None) -
     if device_mtbf_hours is not None:
         form["goodput"] = asdict(goodput_of_plan(best, device_mtbf_hours=device_mtbf_hours))
     return form
+
+
+def _trainable(best: Plan, sequence: int | None) -> Plan:
+    """Return the plan with its operator splits, if its model can be trained (a preset cannot)."""
+    if best.mesh.tp == 1 or ":" not in best.model:
+        return best
+    from outsize.model.argument import load_model
+    from outsize.planner.operator_splits import add_operator_splits
+
+    return add_operator_splits(best, load_model(best.model, sequence=sequence))
 
 
 def parse_mesh(text: str) -> Mesh:

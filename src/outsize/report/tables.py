@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
@@ -38,7 +37,7 @@ _SHORT_NAMES = {
 
 def verdict_table(verdicts: Sequence[Verdict], *, title: str = "", chosen: str = "") -> Table:
     """Return one row a strategy: fits or not, bytes needed and available, step time, reason code."""
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(title=title or None, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("strategy", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     for name in ("needed", "available", "step"):
