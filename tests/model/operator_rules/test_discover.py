@@ -72,6 +72,19 @@ def test_grouped_query_attention_splits_along_heads_and_batch():
     assert not rules(signature(attend, target, parameters=shapes), 4) - {"R~, R~, P -> P, R"}
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(16, 8), (64, 8), (48, 12)])
+def test_small_shapes_keep_how_many_query_heads_share_a_key_head(queries, keys):
+    """Attention of ordinary sizes, too large to try as it is: heads split at every degree they divide by."""
+
+    def attend(q, k, v):
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    shapes = [(1, queries, 2048, 128), (1, keys, 2048, 128), (1, keys, 2048, 128)]
+    found = signature(attend, aten._scaled_dot_product_flash_attention_for_cpu.default, parameters=shapes)
+    for degree in (2, 4):
+        assert "S1, S1, S1 -> S1, S1" in rules(found, degree)
+
+
 def test_sizes_among_the_arguments_become_local_sizes():
     """A view into heads splits where its count of heads is divided."""
     found = signature(lambda x: x.view(2, 6, 4, 8), aten.view.default, parameters=[(2, 6, 32)])

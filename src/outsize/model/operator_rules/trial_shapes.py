@@ -10,8 +10,9 @@ A guess is kept only if the operator accepts it on meta tensors and gives the ex
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -47,38 +48,98 @@ class TrialShapes:
 def shrink_signature(
     signature: OperatorSignature, degree: int, segments: tuple[tuple[int, ...], ...] = ()
 ) -> TrialShapes | None:
-    """Return shapes for trials on up to ``degree`` shards, or None where no small ones are found."""
-    if _num_elements(signature) <= _LARGEST_TRIAL:
+    """Return shapes for trials on up to ``degree`` shards, or None where no small ones are found.
+
+    Where a size is more than ``degree`` and does not divide by it, shapes are preferred where it does: what
+    holds for even shards holds for dims cut in as many atoms (:mod:`uneven`).
+    """
+    is_small = _num_elements(signature) <= _LARGEST_TRIAL
+    uneven = {size for size in _sizes_in(signature) if _is_uneven(size, degree)}
+    if is_small and not uneven:
         return TrialShapes(signature)
     if signature.target in _VIEWS and not segments:
         return TrialShapes(_shrink_view(signature, degree))
-    for sizes in _guesses(signature, degree, segments):
-        smaller = _with_sizes(signature, sizes)
-        if _num_elements(smaller) <= _LARGEST_TRIAL * degree and _is_consistent(smaller):
-            return TrialShapes(smaller, sizes)
-    return shrink_signature(signature, degree) if segments else None
+    tried: list[Sizes] = []
+    for sizes in _guesses(signature, degree, segments, uneven):
+        if sizes in tried:
+            continue
+        tried.append(sizes)
+        for is_argument in (lambda _: True, lambda size: size > _KEPT):
+            smaller = _with_sizes(signature, sizes, is_argument)
+            if _num_elements(smaller) <= _LARGEST_TRIAL * degree and _is_consistent(smaller):
+                return TrialShapes(smaller, sizes)
+    if segments:
+        return shrink_signature(signature, degree)
+    return TrialShapes(signature) if is_small else None
 
 
 def _num_elements(signature: OperatorSignature) -> int:
     return sum(math.prod(spec.shape) for spec in (*signature.inputs, *signature.outputs))
 
 
-def _all_sizes(signature: OperatorSignature, segments: tuple[tuple[int, ...], ...]) -> list[int]:
-    sizes = {size for spec in (*signature.inputs, *signature.outputs) for size in spec.shape}
-    sizes |= {size for pieces in segments for size in pieces}
-    return sorted(size for size in sizes if size > _KEPT)
+def _is_uneven(size: int, degree: int) -> bool:
+    return size > degree and size % degree != 0
+
+
+def _sizes_in(signature: OperatorSignature) -> set[int]:
+    return {size for spec in (*signature.inputs, *signature.outputs) for size in spec.shape}
+
+
+def _all_sizes(
+    signature: OperatorSignature, segments: tuple[tuple[int, ...], ...], changed: set[int]
+) -> list[int]:
+    sizes = _sizes_in(signature) | {size for pieces in segments for size in pieces}
+    return sorted(size for size in sizes if size > _KEPT or size in changed)
 
 
 def _guesses(
-    signature: OperatorSignature, degree: int, segments: tuple[tuple[int, ...], ...]
+    signature: OperatorSignature, degree: int, segments: tuple[tuple[int, ...], ...], uneven: set[int]
 ) -> Iterator[Sizes]:
-    sizes = _all_sizes(signature, segments)
+    """Yield small sizes, those that keep which size is a multiple of which first, as head counts need."""
+    guesses = [*_unordered_guesses(_all_sizes(signature, segments, uneven), degree)]
+    if any(size <= _KEPT for size in uneven):
+        guesses += _unordered_guesses(_all_sizes(signature, segments, set()), degree)
+    guesses.append(_by_multiples(signature, degree))
+    yield from sorted(guesses, key=lambda sizes: not _keeps_multiples(signature, sizes))
+
+
+def _unordered_guesses(sizes: list[int], degree: int) -> Iterator[Sizes]:
     yield _by_common_divisor(sizes, degree)
     yield _by_divisibility(sizes, degree)
     yield {size: degree * (index + 2) for index, size in enumerate(sizes)}
     large = [size for size in sizes if size >= 64]
     yield _by_common_divisor(large, degree)
     yield _by_divisibility(large, degree)
+
+
+def _multiples(signature: OperatorSignature) -> set[tuple[int, int]]:
+    """Sizes of one dim of two inputs of which one is a multiple of the other (query and key heads)."""
+    shapes = [spec.shape for spec in signature.inputs]
+    pairs = [
+        pair
+        for a, b in itertools.permutations(shapes, 2)
+        if len(a) == len(b)
+        for pair in zip(a, b, strict=True)
+    ]
+    return {(large, small) for large, small in pairs if 1 < small < large and large % small == 0}
+
+
+def _keeps_multiples(signature: OperatorSignature, sizes: Sizes) -> bool:
+    return not any(
+        sizes.get(large, large) % sizes.get(small, small)
+        or sizes.get(large, large) == sizes.get(small, small)
+        for large, small in _multiples(signature)
+    )
+
+
+def _by_multiples(signature: OperatorSignature, degree: int) -> Sizes:
+    """Double what is a multiple of another size; make the rest as small as it gets."""
+    multiples = dict(sorted(_multiples(signature)))
+    sizes: Sizes = {}
+    for size in sorted(size for size in _sizes_in(signature) if size > _KEPT):
+        base = multiples.get(size)
+        sizes[size] = degree * (2 + len(sizes)) if base is None else 2 * sizes.get(base, base)
+    return sizes
 
 
 def _by_common_divisor(sizes: list[int], degree: int) -> Sizes:
@@ -100,11 +161,16 @@ def _by_divisibility(sizes: list[int], degree: int) -> Sizes:
     return small
 
 
-def _with_sizes(signature: OperatorSignature, sizes: Sizes) -> OperatorSignature:
+def _with_sizes(
+    signature: OperatorSignature, sizes: Sizes, is_argument: Callable[[int], bool]
+) -> OperatorSignature:
+    """Return the signature with other sizes, and of its integers those that ``is_argument`` says are sizes."""
+
     def changed(argument: Any) -> Any:
         if isinstance(argument, TensorSpec):
             return replace(argument, shape=tuple(sizes.get(size, size) for size in argument.shape))
-        return sizes.get(argument, argument) if type(argument) is int else argument
+        is_size = type(argument) is int and is_argument(argument)
+        return sizes.get(argument, argument) if is_size else argument
 
     return replace(
         signature,
@@ -162,4 +228,4 @@ def _groups(before: list[int], after: list[int]) -> list[tuple[list[int], list[i
 
 
 def _small_size(size: int, degree: int) -> int:
-    return size if size <= _KEPT else 2 * degree
+    return size if size <= _KEPT and not _is_uneven(size, degree) else 2 * degree
