@@ -79,7 +79,7 @@ class Executions:
         }
         group = self._mesh.group("pp")
         if group is None:
-            return OneProcessExecutor(stages[0], self._mesh.device)
+            return OneProcessExecutor([stages[index] for index in sorted(stages)], self._mesh.device)
         return PipelineExecutor(placements[0].schedule, stages, group, self._mesh.device)
 
     def _stage_modules(self, placement: StagePlacement) -> dict[int, StageModule]:

@@ -39,7 +39,7 @@ class PipelineExecutor:
     ) -> None:
         self._device = device
         self._num_microbatches = schedule.num_microbatches
-        self._holds_loss = schedule.num_stages - 1 in stages
+        self._last_stage = stages.get(schedule.num_stages - 1)
         self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
             [_Stage(stage, index, schedule, group, device) for index, stage in sorted(stages.items())],
             schedule.num_microbatches,
@@ -58,6 +58,15 @@ class PipelineExecutor:
         """Return the sum of the scaled losses, zero on ranks without the last stage."""
         self._runtime._has_backward = False
         return self._run(microbatches)
+
+    def predict(self, microbatches: Sequence[MicrobatchInputs]) -> list[list[Any]]:
+        """Return the model's outputs by micro-batch, each as flat leaves; none without the last stage."""
+        if self._last_stage is None:
+            self.evaluate(microbatches)
+            return []
+        with self._last_stage.keep_outputs() as outputs:
+            self.evaluate(microbatches)
+        return [outputs[index] for index in range(len(microbatches))]
 
     def _run(self, microbatches: Sequence[MicrobatchInputs]) -> torch.Tensor:
         """Do what the runtime's ``step`` does, with micro-batches that are split already."""
@@ -78,7 +87,7 @@ class PipelineExecutor:
             assert isinstance(stage, _Stage)
             stage.wait_for_sends()
             stage.clear_runtime_states()
-        if not self._holds_loss:
+        if self._last_stage is None:
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()
 

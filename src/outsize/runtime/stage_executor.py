@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,11 +34,14 @@ class StageExecutor(Protocol):
     def evaluate(self, microbatches: Sequence[MicrobatchInputs]) -> torch.Tensor:
         """Return the sum of the scaled losses, zero on ranks without the last stage."""
 
+    def predict(self, microbatches: Sequence[MicrobatchInputs]) -> list[list[Any]]:
+        """Return the model's outputs by micro-batch, each as flat leaves; none without the last stage."""
+
 
 class StageForMicrobatches(nn.Module):
     """One stage for execution, with a recording for each micro-batch; they share blocks and parameters.
 
-    Sends dense tensors of their own; the last stage returns the loss alone.
+    Sends dense tensors of their own; the last stage returns the loss alone (0 where the model has none).
     """
 
     def __init__(self, by_microbatch: Sequence[StageModule]) -> None:
@@ -46,7 +50,8 @@ class StageForMicrobatches(nn.Module):
         self._stages = nn.ModuleList(distinct)
         self._by_microbatch = [distinct.index(stage) for stage in by_microbatch]
         self.is_last = distinct[0].part.is_last
-        self._loss_positions = [_position_of_loss(stage.program) if self.is_last else 0 for stage in distinct]
+        self._loss_positions = [_position_of_loss(stage.program) for stage in distinct]
+        self._kept_outputs: dict[int, list[Any]] | None = None
 
     def stage_of(self, microbatch: int) -> StageModule:
         """Return the recording that a micro-batch runs."""
@@ -57,24 +62,41 @@ class StageForMicrobatches(nn.Module):
     def forward(self, *received: torch.Tensor, microbatch: int, **kwargs: Any) -> Any:
         """Return the values to send, or the loss."""
         output = self.stage_of(microbatch)(*received, **kwargs)
-        if self.is_last:
-            return tree_flatten(output)[0][self._loss_positions[self._by_microbatch[microbatch]]]
-        return tuple(_sendable(value) for value in output)
+        if not self.is_last:
+            return tuple(_sendable(value) for value in output)
+        leaves = tree_flatten(output)[0]
+        if self._kept_outputs is not None:
+            self._kept_outputs[microbatch] = leaves
+        position = self._loss_positions[self._by_microbatch[microbatch]]
+        return torch.zeros(()) if position is None else leaves[position]
+
+    @contextmanager
+    def keep_outputs(self) -> Iterator[dict[int, list[Any]]]:
+        """Keep what the model returns while inside: flat leaves by micro-batch."""
+        kept: dict[int, list[Any]] = {}
+        self._kept_outputs = kept
+        try:
+            yield kept
+        finally:
+            self._kept_outputs = None
 
 
 class OneProcessExecutor:
-    """Runs a whole model, one micro-batch after another."""
+    """Runs a whole model, of one stage or several, one micro-batch after another.
 
-    def __init__(self, stage: StageForMicrobatches, device: torch.device) -> None:
-        self._stage = stage
+    With nobody to wait for, no order of a schedule is faster; this one keeps one micro-batch in flight.
+    """
+
+    def __init__(self, stages: Sequence[StageForMicrobatches], device: torch.device) -> None:
+        self._stages = stages
         self._device = device
 
     def train(self, microbatches: Sequence[MicrobatchInputs]) -> torch.Tensor:
         """Accumulate gradients and return the sum of the scaled losses."""
         total = torch.zeros((), device=self._device)
         for index, inputs in enumerate(microbatches):
-            loss = self._stage(microbatch=index, loss_scales=inputs.loss_scales, **inputs.entries)
-            loss.backward()
+            loss = self._forward(index, inputs)
+            torch.autograd.backward(loss)
             total = total + loss.detach()
         return total
 
@@ -83,15 +105,28 @@ class OneProcessExecutor:
         """Return the sum of the scaled losses."""
         total = torch.zeros((), device=self._device)
         for index, inputs in enumerate(microbatches):
-            total = total + self._stage(microbatch=index, loss_scales=inputs.loss_scales, **inputs.entries)
+            total = total + self._forward(index, inputs)
         return total
 
+    def predict(self, microbatches: Sequence[MicrobatchInputs]) -> list[list[Any]]:
+        """Return the model's outputs by micro-batch, each as flat leaves."""
+        with self._stages[-1].keep_outputs() as outputs:
+            self.evaluate(microbatches)
+        return [outputs[index] for index in range(len(microbatches))]
 
-def _position_of_loss(program: Program) -> int:
+    def _forward(self, index: int, inputs: MicrobatchInputs) -> torch.Tensor:
+        values: Any = ()
+        for stage in self._stages:
+            values = stage(*values, microbatch=index, loss_scales=inputs.loss_scales, **inputs.entries)
+        loss: torch.Tensor = values
+        return loss
+
+
+def _position_of_loss(program: Program) -> int | None:
     for position, leaf in enumerate(program.outputs):
         if isinstance(leaf, Ref) and leaf.value == program.loss_value:
             return position
-    raise AssertionError("a program to train has a loss among its outputs")
+    return None
 
 
 def _sendable(value: torch.Tensor) -> torch.Tensor:

@@ -50,10 +50,6 @@ def place_stages(plan: Plan, recording: Program) -> StagePlacement:
             why="Training differentiates an output named loss, or the only scalar one.",
             attempt="a sample batch with labels, or a module whose forward returns the loss.",
         )
-    if plan.mesh.pp == 1 and plan.schedule.num_virtual_stages > 1:
-        raise PlanError(
-            "One pipeline rank runs one stage.", why=f"The plan asks for {plan.schedule.num_virtual_stages}."
-        )
     schedule = find_schedule(
         plan.schedule.name,
         num_ranks=plan.mesh.pp,
