@@ -115,21 +115,14 @@ def _unordered_guesses(sizes: list[int], degree: int) -> Iterator[Sizes]:
 def _multiples(signature: OperatorSignature) -> set[tuple[int, int]]:
     """Sizes of one dim of two inputs of which one is a multiple of the other (query and key heads)."""
     shapes = [spec.shape for spec in signature.inputs]
-    pairs = [
-        pair
-        for a, b in itertools.permutations(shapes, 2)
-        if len(a) == len(b)
-        for pair in zip(a, b, strict=True)
-    ]
-    return {(large, small) for large, small in pairs if 1 < small < large and large % small == 0}
+    alike = [pair for pair in itertools.permutations(shapes, 2) if len(pair[0]) == len(pair[1])]
+    sizes = {pair for left, right in alike for pair in zip(left, right, strict=True)}
+    return {(large, small) for large, small in sizes if 1 < small < large and large % small == 0}
 
 
 def _keeps_multiples(signature: OperatorSignature, sizes: Sizes) -> bool:
-    return not any(
-        sizes.get(large, large) % sizes.get(small, small)
-        or sizes.get(large, large) == sizes.get(small, small)
-        for large, small in _multiples(signature)
-    )
+    changed = [(sizes.get(large, large), sizes.get(small, small)) for large, small in _multiples(signature)]
+    return all(large > small and large % small == 0 for large, small in changed)
 
 
 def _by_multiples(signature: OperatorSignature, degree: int) -> Sizes:
@@ -164,7 +157,7 @@ def _by_divisibility(sizes: list[int], degree: int) -> Sizes:
 def _with_sizes(
     signature: OperatorSignature, sizes: Sizes, is_argument: Callable[[int], bool]
 ) -> OperatorSignature:
-    """Return the signature with other sizes, and of its integers those that ``is_argument`` says are sizes."""
+    """Change sizes of tensors, and of the integers those that ``is_argument`` says may be sizes."""
 
     def changed(argument: Any) -> Any:
         if isinstance(argument, TensorSpec):
