@@ -148,6 +148,21 @@ def test_caches_for_generating_text_are_off_while_recording() -> None:
         assert worst_relative_error(found, expected) < 1e-12
 
 
+def test_the_causal_mask_is_left_to_the_attention_kernel() -> None:
+    """As in an ordinary run: no mask of all pairs of positions, unless the batch has a mask of its own."""
+    module, batch = llama()
+    program = record_module(module, batch)
+    pairs = 10 * 10
+    assert not any(
+        spec.dtype is torch.bool and spec.shape[-2:] == (10, 10) for spec in program.specs.values()
+    )
+    assert program.guards == ()
+    mask = torch.ones(4, 10, dtype=torch.long)
+    padded = record_module(module, {**batch, "attention_mask": mask})
+    assert any(spec.dtype is torch.bool and spec.num_bytes >= pairs for spec in padded.specs.values())
+    assert padded.guards == ()
+
+
 def test_recording_needs_no_memory_and_leaves_the_module_alone() -> None:
     """A module on the meta device records the same nodes; parameters are the same objects afterwards."""
     family = FAMILIES["gpt2"]

@@ -33,6 +33,9 @@ class Execution(Protocol):
     ) -> tuple[Any, bool]:
         """Return the result, and whether it was decided by values that another batch may have otherwise."""
 
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Tell whether the values of a tensor are known, and the same for every batch."""
+
     def count_selected(self, masks: list[torch.Tensor]) -> list[int]:
         """Return the number of true elements of known masks."""
 
@@ -84,6 +87,10 @@ class _OnShapes:
             indices += [index.new_empty(count, dtype=torch.long) for _ in range(index.dim())]
         return func(args[0], indices), self.known.depend_on_batch(masks)
 
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Tell whether the values of a tensor are known, and the same for every batch."""
+        return self.known.value_of(tensor) is not None and not self.known.depend_on_batch([tensor])
+
     def count_selected(self, masks: list[torch.Tensor]) -> list[int]:
         """Return the number of true elements of known masks."""
         return [_count(self.known.value_of(mask)) for mask in masks]
@@ -108,6 +115,10 @@ class _OnValues:
     ) -> tuple[Any, bool]:
         """Run for real."""
         return func(*args, **kwargs), func in DATA_DEPENDENT or has_mask(func, args)
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002 - values are not told apart
+        """Nothing is known to be constant."""
+        return False
 
     def count_selected(self, masks: list[torch.Tensor]) -> list[int]:
         """Return the number of true elements of masks."""

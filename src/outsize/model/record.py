@@ -18,7 +18,7 @@ from outsize.model.autograd_functions import autograd_functions_recorded
 from outsize.model.batch_entries import flatten_batch
 from outsize.model.execution import Execution, on_shapes, on_values
 from outsize.model.leaves import choose_leaves, has_parameters, initially_open
-from outsize.model.library_settings import training_settings
+from outsize.model.library_settings import constants_readable, training_settings
 from outsize.model.loss_terms import find_loss_terms
 from outsize.model.program import Node, NodeKind, Program, Rung, TensorSpec
 from outsize.model.recorder import LeafMustOpen, Recorder
@@ -68,7 +68,11 @@ def _record(
     for _ in range(_MAX_RECORDINGS):
         leaves = choose_leaves(module, opened) if granularity == "blocks" else []
         try:
-            with training_settings(module), rung(module, entries) as execution:
+            with (
+                training_settings(module),
+                rung(module, entries) as execution,
+                constants_readable(execution.is_constant),
+            ):
                 args, kwargs = layout.restore(execution.entries)
                 recorder = Recorder(module, execution)
                 output = _run(recorder, module, leaves, args, kwargs, reuse=reuse)
