@@ -136,12 +136,17 @@ class StageModule(nn.Module):
     def _scale_terms(self, node: Node, values: dict[int, Any], loss_scales: Sequence[float]) -> None:
         for value in node.outputs:
             if value in self._term_of and value in values:
-                values[value] = values[value] * loss_scales[self._term_of[value]]
+                values[value] = _scaled(values[value], loss_scales[self._term_of[value]])
 
 
 def _recomputed(block: nn.Module) -> Callable[..., Any]:
     """Non-reentrant: right also where no input needs a gradient; random masks are drawn as the first time."""
     return partial(checkpoint, block, use_reentrant=False)
+
+
+def _scaled(term: torch.Tensor, scale: float) -> torch.Tensor:
+    """A mean over no elements is not a number: with a share of zero it counts nothing."""
+    return term * scale if scale else torch.nan_to_num(term) * 0.0
 
 
 def _references(outputs: Sequence[Any]) -> set[int]:
