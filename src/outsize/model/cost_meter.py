@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from outsize.model.fake import DEVICE_QUERY, device_of
+
 __all__ = ["CostMeter"]
 
 
@@ -45,6 +47,8 @@ class CostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator and add up its costs."""
+        if func is DEVICE_QUERY:
+            return device_of(args[0])
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         count = flop_registry.get(func._overloadpacket)

@@ -10,7 +10,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["fake_tensor_like", "fake_tensors_in"]
+__all__ = ["DEVICE_QUERY", "device_of", "fake_tensor_like", "fake_tensors_in"]
+
+# Autograd asks for the device of every tensor, and for a fake tensor each question goes through all modes:
+# half of what is dispatched in a backward. Modes answer it first.
+DEVICE_QUERY = torch.ops.prim.device.default
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Return the device that a tensor says it is on, for a mode that is asked :data:`DEVICE_QUERY`."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def fake_tensor_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

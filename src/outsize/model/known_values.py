@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 __all__ = ["KnownValues"]
 
-_MAX_ELEMENTS = 2**22  # larger results are forgotten: nobody asks them for single numbers
+_MAX_ELEMENTS = 2**20  # larger results are forgotten: nobody asks them for single numbers
 
 
 class KnownValues:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from outsize.errors import RecordingError
 from outsize.model.execution import Execution, has_mask
+from outsize.model.fake import DEVICE_QUERY, device_of
 from outsize.model.program import Guard, Node, NodeKind, Ref
 from outsize.model.user_frame import user_frame
 
@@ -168,6 +169,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator and write it down, or only watch it when a leaf is running."""
+        if func is DEVICE_QUERY:
+            return device_of(args[0])
         kwargs = kwargs or {}
         if self.leaf is not None:
             self.leaf_is_random |= _draws_random_numbers(func, args, kwargs)

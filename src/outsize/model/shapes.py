@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from outsize.model.fake import DEVICE_QUERY, device_of
+
 __all__ = ["DATA_DEPENDENT", "Shapes", "shapes_only"]
 
 aten = torch.ops.aten
@@ -45,6 +47,8 @@ class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Apply a rule, or leave the operator to the mode below and guess if that fails."""
+        if func is DEVICE_QUERY:
+            return device_of(args[0])
         if func in _RULES:
             return _RULES[func](*args, **(kwargs or {}))
         try:
