@@ -64,6 +64,10 @@ class Executions:
             self._forget(self._placements.pop(0)[1])
         return made
 
+    def for_batches_of(self, layout: BatchLayout) -> Executions:
+        """Return what runs batches of another layout, such as without labels, on the same module."""
+        return Executions(self._deferred, layout, self._plan, self._mesh)
+
     def executor(self, placements: Sequence[StagePlacement]) -> StageExecutor:
         """Return what runs one pass of the schedule, given the recording of each micro-batch."""
         key = tuple(placements)

@@ -49,6 +49,7 @@ class Microbatch:
 
     inputs: MicrobatchInputs
     placement: StagePlacement
+    num_samples: int  # 0 where it is there to fill the schedule alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ class BatchSplitter:
         if part.is_empty:
             scales = [0.0] * len(scales)
         entries = {name: value.to(self._device) for name, value in part.entries.items()}
-        return Microbatch(MicrobatchInputs(entries, tuple(scales)), placement)
+        num_samples = 0 if part.is_empty else self._num_rows(entries)
+        return Microbatch(MicrobatchInputs(entries, tuple(scales)), placement, num_samples)
 
     def _mine(self) -> slice:
         per_replica = self._plan.gradient_accumulation_steps * self._plan.schedule.num_microbatches
@@ -147,7 +149,7 @@ class BatchSplitter:
         rows = {name: entries[name].shape[0] for name in sorted(self._form.with_samples)}
         if len(set(rows.values())) > 1:
             raise BatchError("The batch's entries differ in their number of samples.", why=f"{rows}.")
-        num_rows = next(iter(rows.values()), 1)
+        num_rows = self._num_rows(entries)
         if not 0 < num_rows <= self._plan.global_batch:
             raise BatchError(
                 f"The batch has {num_rows} samples.",
@@ -155,6 +157,9 @@ class BatchSplitter:
                 attempt=f"1 to {self._plan.global_batch} samples, or a plan for more.",
             )
         return num_rows
+
+    def _num_rows(self, entries: Mapping[str, torch.Tensor]) -> int:
+        return next((entries[name].shape[0] for name in self._form.with_samples), 1)
 
     def _check_entry(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
         if value.dtype != dtype:

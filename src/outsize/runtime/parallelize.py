@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outsize.errors import RecordingError
 from outsize.model.batch_entries import flatten_batch
 from outsize.model.deferred import DeferredModel, build_deferred
 from outsize.model.source import resize_batch
@@ -60,6 +61,12 @@ def parallelize(
     executions = Executions(deferred, layout, plan, mesh)
     microbatch = flatten_batch(resize_batch(sample_batch, plan.microbatch_size))[0]
     placement = executions.placement(microbatch)
+    if placement.recording.loss_value is None:
+        raise RecordingError(
+            "The model returns no loss.",
+            why="Training differentiates an output named loss, or the only scalar one.",
+            attempt="a sample batch with labels, or a module whose forward returns the loss.",
+        )
 
     memory = start_measuring(mesh.device)
     if enforce_memory_limit and plan.device_memory_bytes is not None:

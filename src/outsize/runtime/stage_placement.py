@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outsize.errors import PlanError, RecordingError
+from outsize.errors import PlanError
 from outsize.model.cuts import find_cut
 from outsize.model.program import Program
 from outsize.model.slice import Slice, slice_program
@@ -42,14 +42,7 @@ def place_stages(plan: Plan, recording: Program) -> StagePlacement:
 
     Raises:
         PlanError: the plan's cuts are not cuts of this program, or its schedule cannot run.
-        RecordingError: the model returns no loss.
     """
-    if recording.loss_value is None:
-        raise RecordingError(
-            "The model returns no loss.",
-            why="Training differentiates an output named loss, or the only scalar one.",
-            attempt="a sample batch with labels, or a module whose forward returns the loss.",
-        )
     schedule = find_schedule(
         plan.schedule.name,
         num_ranks=plan.mesh.pp,
