@@ -29,6 +29,9 @@ _OVERWRITES = {
     aten.copy_.default, aten.bernoulli_.float, aten.random_.default,
 }  # fmt: skip
 
+# Those of them that can be left out on the meta device: there is nothing to write, nothing to broadcast.
+_FILLS_IN_PLACE = _OVERWRITES - {aten.copy_.default, aten.fill_.Tensor}
+
 # How tensors written out in Python enter the dispatcher.
 _LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default}
 
@@ -84,7 +87,7 @@ class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif not tensors and _takes_device(func):
             kwargs["device"] = torch.device("meta")
             leaves, structure = tree_flatten((args, kwargs))
-        result = func(*args, **kwargs)
+        result = args[0] if func in _FILLS_IN_PLACE and _is_meta(args[0]) else func(*args, **kwargs)
         if (
             func in _LIFTS and result.numel() > 0 and not _is_meta(result)
         ):  # empty: asks for the default device
