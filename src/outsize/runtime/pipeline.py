@@ -19,6 +19,7 @@ from outsize.runtime.stage_executor import MicrobatchInputs, StageForMicrobatche
 
 __all__ = ["PipelineExecutor"]
 
+_FORWARD_KINDS = {_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F}
 MAX_PENDING_SENDS = 2  # gradients on their way; the sender waits rather than keep more
 
 
@@ -47,16 +48,23 @@ class PipelineExecutor:
             scale_grads=False,  # losses are scaled instead, by their share of the global batch
         )
         self._runtime._prepare_schedule_with_comms(_as_torch_actions(schedule))
+        self._all_actions = self._runtime.pipeline_order_with_comms
+        self._forward_actions = {
+            rank: [action for action in actions if action.computation_type in _FORWARD_KINDS]
+            for rank, actions in self._all_actions.items()
+        }
 
     def train(self, microbatches: Sequence[MicrobatchInputs]) -> torch.Tensor:
         """Accumulate gradients; return the sum of the scaled losses, zero on ranks without the last stage."""
         self._runtime._has_backward = True
+        self._runtime.pipeline_order_with_comms = self._all_actions
         return self._run(microbatches)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[MicrobatchInputs]) -> torch.Tensor:
         """Return the sum of the scaled losses, zero on ranks without the last stage."""
         self._runtime._has_backward = False
+        self._runtime.pipeline_order_with_comms = self._forward_actions
         return self._run(microbatches)
 
     def predict(self, microbatches: Sequence[MicrobatchInputs]) -> list[list[Any]]:
