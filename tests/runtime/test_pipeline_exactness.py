@@ -1,7 +1,7 @@
 """Every schedule trains as one process does, in a design where every pair of settings occurs together.
 
-Each case is one plan: five AdamW steps, whose losses, norms, gradients and final parameters are compared with
-one process that takes the global batch whole. Cases of one number of processes share their processes.
+Each case is one plan: five AdamW steps and an evaluation, whose losses, norms, gradients and parameters are
+those of one process that takes the global batch whole. Cases of one world size share their processes.
 """
 
 from __future__ import annotations
@@ -132,10 +132,14 @@ def test_every_pair_of_settings_occurs() -> None:
 
 @dataclass
 class Trained:
-    """What five steps gave: losses, norms, gradients as the optimizer saw them, and the last parameters."""
+    """What five steps gave: losses, norms, gradients as the optimizer saw them, and the last parameters.
+
+    ``evaluation`` is the loss of the last batch in evaluation mode, after the steps.
+    """
 
     losses: list[float]
     norms: list[float]
+    evaluation: float
     gradients: list[dict[str, torch.Tensor]]
     parameters: dict[str, torch.Tensor]
 
@@ -152,7 +156,8 @@ def train_case(case: Case) -> Trained:
     model.optimizer.register_step_pre_hook(keep_gradients)
     steps = [model.train_step(batch) for batch in batches]
     parameters = {name: p.detach().clone() for name, p in model.parameters.items()}
-    return Trained([s.loss for s in steps], [s.gradient_norm for s in steps], gradients, parameters)
+    losses, norms = [step.loss for step in steps], [step.gradient_norm for step in steps]
+    return Trained(losses, norms, model.evaluate(batches[-1]), gradients, parameters)
 
 
 def train_cases(_rank: int, cases: list[Case]) -> list[Trained]:
@@ -164,7 +169,7 @@ def train_whole(case: Case) -> Trained:
     model = reference_model(lambda: TinyLanguageModel(is_tied=case.is_tied))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     limit = float("inf") if case.max_norm is None else case.max_norm
-    trained = Trained([], [], [], {})
+    trained = Trained([], [], 0.0, [], {})
     for batch in case.batches:
         optimizer.zero_grad()
         loss = model(**batch)["loss"]
@@ -173,6 +178,7 @@ def train_whole(case: Case) -> Trained:
         trained.gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
         optimizer.step()
         trained.losses.append(loss.item())
+    trained.evaluation = model(**case.batches[-1])["loss"].item()
     trained.parameters = {name: p.detach() for name, p in model.named_parameters()}
     return trained
 
@@ -181,6 +187,9 @@ def assert_trained_alike(case: Case, expected: Trained, by_rank: list[Trained]) 
     for trained in by_rank:
         assert trained.losses == by_rank[0].losses, f"{case}: every rank knows the same loss"
         assert trained.losses == pytest.approx(expected.losses, rel=1e-10), case
+        assert trained.evaluation == by_rank[0].evaluation == pytest.approx(expected.evaluation, rel=1e-10), (
+            case
+        )
         assert trained.norms == pytest.approx(expected.norms, rel=1e-10), case
         for gradients, wanted in zip(trained.gradients, expected.gradients, strict=True):
             _assert_close(case, gradients, wanted)

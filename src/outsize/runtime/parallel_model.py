@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from outsize.errors import TrainingError
+from outsize.model.batch_entries import flatten_batch
 from outsize.model.operator_rules.placement import Shard
 from outsize.plan.plan import Plan
 from outsize.runtime.checkpoint import find_checkpoint, load_entries, save_entries, saved_names
@@ -24,6 +26,7 @@ from outsize.runtime.memory_limit import readable_out_of_memory
 from outsize.runtime.mesh import ProcessMesh
 from outsize.runtime.microbatches import BatchSplitter
 from outsize.runtime.model_state import initialise_optimizer_state, state_entries
+from outsize.runtime.prediction import Predictor
 from outsize.runtime.tied_parameters import TiedParameters
 
 __all__ = ["HeldState", "ParallelModel", "StepResult"]
@@ -73,6 +76,7 @@ class ParallelModel:
         self.num_steps = 0
         self._module, self._held = module, held
         self.executions, self._splitter = executions, splitter
+        self._predictors: list[Predictor] = []
         self._training_modes = {part: part.training for part in module.modules()}
 
     @property
@@ -113,16 +117,41 @@ class ParallelModel:
         Raises:
             BatchError: the batch does not have the shape the plan needs.
         """
-        self._module.eval()
-        try:
+        with self._evaluation_mode():
             loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
             for microbatches in self._splitter.split(batch).accumulation_steps:
                 executor = self.executions.executor([each.placement for each in microbatches])
                 loss += executor.evaluate([each.inputs for each in microbatches])
+        return self._known_to_all(loss)
+
+    def predict(self, batch: Any) -> Any:
+        """Return the model's outputs for one batch, in evaluation mode, whole and the same on every process.
+
+        The batch is any that the model's forward takes, of up to the plan's global batch of samples; it may
+        lack entries of the sample batch, such as labels. Every process holds the outputs of all its samples:
+        where they are large, give fewer samples at a time.
+
+        Raises:
+            BatchError: too many samples, or an output that cannot be put together from micro-batches.
+            PlanError: the plan splits operators.
+        """
+        layout = flatten_batch(batch)[1]
+        with readable_out_of_memory(self.mesh.rank, self.plan.device_memory_bytes, "predicting"):
+            predictor = next((each for each in self._predictors if each.is_for(layout)), None)
+            if predictor is None:
+                predictor = Predictor(self.executions, self.plan, self.mesh, batch)
+                self._predictors.append(predictor)
+            with self._evaluation_mode():
+                return predictor.predict(batch)
+
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        self._module.eval()
+        try:
+            yield
         finally:
             for part, mode in self._training_modes.items():
                 part.training = mode
-        return self._known_to_all(loss)
 
     def save_checkpoint(self, folder: Path) -> Path:
         """Save parameters, buffers and optimizer below ``folder``; return the checkpoint's path.

@@ -1,0 +1,173 @@
+"""Forward passes alone: the model's outputs for a whole batch, put together from micro-batches, everywhere.
+
+```
+micro-batch         0         1    (replica 1)  2      3
+logits          [2, T, V] [2, T, V]         [2, T, V] [1, T, V]   joined along the dim that counts samples
+loss              0.31      0.28              0.33      0.12      added up: each is scaled by its share
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_unflatten
+
+from outsize.errors import BatchError, PlanError
+from outsize.model.batch_entries import BatchLayout, flatten_batch
+from outsize.model.program import NodeKind, Program, Ref
+from outsize.plan.plan import Plan
+from outsize.runtime.executions import Executions
+from outsize.runtime.mesh import ProcessMesh
+from outsize.runtime.microbatches import BatchForm, BatchSplitter, Microbatch
+
+__all__ = ["Predictor"]
+
+# How a tensor of the output comes from those of micro-batches: joined along a dim, added up, or any of them.
+_Assembly = int | Literal["sum", "any"]
+_MAX_DIMS = 16
+
+
+class Predictor:
+    """Predicts for batches of one layout, which may lack what only training needs, such as labels."""
+
+    def __init__(self, executions: Executions, plan: Plan, mesh: ProcessMesh, sample_batch: Any) -> None:
+        if plan.sharding is not None:
+            raise PlanError(
+                "Outputs cannot be predicted where operators are split.",
+                why="Of such a model the loss alone is put together from its shards.",
+                attempt="the same checkpoint under a plan of pipelines and replicas, without tp.",
+            )
+        entries, self._layout = flatten_batch(sample_batch)
+        self._form = BatchForm.of(entries)
+        self._executions = executions.for_batches_of(self._layout)
+        self._splitter = BatchSplitter(
+            self._form, plan, self._executions, mesh.coordinates["dp"], mesh.device
+        )
+        self._plan, self._mesh = plan, mesh
+
+    def is_for(self, layout: BatchLayout) -> bool:
+        """Whether batches of this layout are predicted here."""
+        return layout == self._layout
+
+    def predict(self, batch: Any) -> Any:
+        """Return what the model returns for ``batch``, on every process.
+
+        Raises:
+            BatchError: the batch has another form, or an output cannot be put together from micro-batches.
+        """
+        steps = self._splitter.split(batch).accumulation_steps
+        microbatches = [microbatch for step in steps for microbatch in step]
+        assemblies = self._assemblies(microbatches[0])
+        outputs: list[list[Any]] = []
+        for step in steps:
+            executor = self._executions.executor([each.placement for each in step])
+            outputs += executor.predict([each.inputs for each in step])
+        first = microbatches[0].placement
+        leaves = list(first.recording.outputs)
+        sources = self._ranks_with_outputs(first.schedule.stage_to_rank[-1])
+        for position, how in assemblies.items():
+            own = [leaves_of_one[position] for leaves_of_one in outputs]
+            dtype = first.recording.specs[leaves[position].value].dtype
+            leaves[position] = self._assemble(how, own, microbatches, dtype, sources)
+        return tree_unflatten(leaves, first.recording.output_structure)
+
+    def _ranks_with_outputs(self, pipeline_rank: int) -> list[int]:
+        """Return the rank that runs the last stage of each replica."""
+        mesh = self._mesh.mesh
+        return [mesh.ranks_along("pp", first)[pipeline_rank] for first in mesh.ranks_along("dp", 0)]
+
+    def _assemblies(self, microbatch: Microbatch) -> dict[int, _Assembly]:
+        """Return how each tensor among the outputs is put together, by its position."""
+        recording = microbatch.placement.recording
+        larger = {
+            name: torch.cat([value, value[:1]]) if name in self._form.with_samples else value
+            for name, value in microbatch.inputs.entries.items()
+        }
+        other = self._executions.placement(larger).recording
+        num_parts = (
+            self._plan.mesh.dp * self._plan.gradient_accumulation_steps * self._plan.schedule.num_microbatches
+        )
+        summed = {recording.loss_value, *(term.value for term in recording.loss_terms)}
+        of_samples = _values_of_samples(recording, self._form.with_samples)
+        found: dict[int, _Assembly] = {}
+        for position, (leaf, same) in enumerate(zip(recording.outputs, other.outputs, strict=True)):
+            if not isinstance(leaf, Ref):
+                continue
+            before, after = recording.specs[leaf.value].shape, other.specs[same.value].shape
+            grown = [dim for dim, sizes in enumerate(zip(before, after, strict=True)) if len(set(sizes)) > 1]
+            if leaf.value in summed:
+                found[position] = "sum"
+            elif len(grown) == 1:
+                found[position] = grown[0]
+            elif num_parts == 1 or leaf.value not in of_samples:
+                found[position] = "any"
+            else:
+                raise _inseparable(position, before, grown)
+        return found
+
+    def _assemble(
+        self,
+        how: _Assembly,
+        own: list[torch.Tensor],
+        microbatches: Sequence[Microbatch],
+        dtype: torch.dtype,
+        sources: Sequence[int],
+    ) -> torch.Tensor:
+        """Return an output of the whole batch; ``own`` are those of this replica's micro-batches, if here."""
+        if how == "sum":
+            total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+            for value in own:
+                total += value.sum()
+            for axis in ("dp", "pp"):
+                self._mesh.sum_over(axis, total)
+            return total.to(dtype)
+        if how == "any":
+            return self._known_to_all(own[0] if own else None, dtype, sources[0])
+        rows = [
+            value if microbatch.num_samples else value.narrow(how, 0, 0)
+            for value, microbatch in zip(own, microbatches, strict=False)
+        ]
+        joined = torch.cat(rows, how) if rows else None
+        return torch.cat([self._known_to_all(joined, dtype, source) for source in sources], how)
+
+    def _known_to_all(self, value: torch.Tensor | None, dtype: torch.dtype, source: int) -> torch.Tensor:
+        """Return the value that rank ``source`` has, on every process."""
+        if self._mesh.mesh.world_size == 1:
+            assert value is not None
+            return value
+        sizes = torch.zeros(_MAX_DIMS + 1, dtype=torch.int64, device=self._mesh.device)
+        if self._mesh.rank == source:
+            assert value is not None
+            value = value.contiguous()
+            sizes[: value.dim() + 1] = torch.tensor([value.dim(), *value.shape])
+        dist.broadcast(sizes, source)
+        if self._mesh.rank != source:
+            num_dims, *shape = sizes.tolist()
+            value = torch.empty(shape[:num_dims], dtype=dtype, device=self._mesh.device)
+        assert value is not None
+        if value.numel():
+            dist.broadcast(value.reshape(-1).view(torch.uint8), source)  # as bytes: any dtype travels
+        return value
+
+
+def _values_of_samples(program: Program, with_samples: frozenset[str]) -> set[int]:
+    """Return the values that depend on entries of the batch which hold samples."""
+    found: set[int] = set()
+    for node in program.nodes:
+        is_entry = node.kind is NodeKind.INPUT and node.target in with_samples
+        if is_entry or not found.isdisjoint(node.inputs):
+            found.update((*node.outputs, *node.mutates))
+    return found
+
+
+def _inseparable(position: int, shape: tuple[int, ...], grown: list[int]) -> BatchError:
+    kind = f"compares samples with one another (dims {grown})" if grown else "is one value for all samples"
+    return BatchError(
+        f"Output {position} of the model, of shape {tuple(shape)}, {kind}.",
+        why="Each micro-batch makes its own, and they cannot be put together.",
+        attempt="a forward that returns one value for each sample, or a plan with one micro-batch.",
+    )

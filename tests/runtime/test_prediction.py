@@ -1,0 +1,138 @@
+"""Forward-only inference through a plan returns what the whole model returns, on every process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.models import reference_model
+from helpers.processes import run_distributed
+from helpers.tiny_language_model import stage_labels, tied_model, token_batch
+from outsize.errors import BatchError, PlanError
+from outsize.plan.plan import Mesh, Plan, ScheduleSpec, StageSpec
+from outsize.plan.sharding import Sharding
+from outsize.runtime.parallelize import parallelize
+
+
+def make_plan(mesh: Mesh, labels: tuple[str, ...], schedule: ScheduleSpec, **changes: Any) -> Plan:
+    stages = tuple(StageSpec(index, label) for index, label in enumerate(labels))
+    return Plan("pipeline_parallel", mesh, stages, schedule, 12, **changes)
+
+
+PLANS = {
+    1: [make_plan(Mesh(), ("",), ScheduleSpec("gpipe", 3))],
+    2: [
+        make_plan(Mesh(pp=2), ("", "blocks.3"), ScheduleSpec("1f1b", 4)),
+        make_plan(Mesh(pp=2), stage_labels(4), ScheduleSpec("zb_v", 3, 2), gradient_accumulation_steps=2),
+    ],
+    4: [make_plan(Mesh(pp=2, dp=2), ("", "blocks.4"), ScheduleSpec("1f1b", 2))],
+}
+
+
+class Embedder(nn.Module):
+    """Outputs of several kinds, nested: by sample in dim 0 or 1, of other dtypes, the same for all, none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, points: torch.Tensor, scale: float = 1.0) -> dict[str, Any]:
+        hidden = self.dropout(torch.tanh(self.first(points)))
+        scores = self.second(hidden) * scale
+        return {
+            "loss": scores.square().mean(),
+            "by_class": [scores.T, (scores > 0, None)],
+            "norms": self.second.weight.norm(dim=1),
+            "version": 7,
+        }
+
+
+def compare_with_whole_model(_rank: int, plans: list[Plan]) -> None:
+    """Predict batches of several sizes, with labels and without, around a training step."""
+    full = token_batch(12, seed=0, labels="ragged")
+    for plan in plans:
+        model = parallelize(tied_model, plan, sample_batch=full)
+        whole = reference_model(tied_model)
+        for num_samples in (12, 11, 2):
+            batch = token_batch(num_samples, seed=num_samples, labels="ragged")
+            wanted = whole(**batch)
+            found = model.predict(batch)
+            assert list(found) == ["loss", "logits"]
+            torch.testing.assert_close(found, dict(wanted), rtol=1e-12, atol=1e-12)
+            assert not found["logits"].requires_grad
+            only = model.predict({"input_ids": batch["input_ids"]})
+            torch.testing.assert_close(only, {"logits": wanted["logits"]}, rtol=1e-12, atol=1e-12)
+        assert model.train_step(full).loss == pytest.approx(whole(**full)["loss"].item(), rel=1e-12)
+
+
+def predict_embedder(_rank: int, plan: Plan, batch: Any) -> Any:
+    return parallelize(Embedder, plan, sample_batch=batch).predict(batch)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_outputs_are_those_of_the_whole_model_on_every_process(world_size: int) -> None:
+    """Logits and loss of full, uneven and short batches, without labels the logits alone; V shapes too."""
+    if world_size == 1:
+        compare_with_whole_model(0, PLANS[1])
+    else:
+        run_distributed(compare_with_whole_model, world_size, PLANS[world_size], timeout_s=90)
+
+
+@pytest.mark.distributed
+def test_outputs_of_any_structure_come_back_in_it() -> None:
+    """Samples may be counted by another dim; dtypes, nesting, what is the same for all and None stay."""
+    batch = {"points": torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
+    plan = make_plan(Mesh(pp=2), ("", "second"), ScheduleSpec("1f1b", 3))
+    wanted = reference_model(Embedder).eval()(**batch)
+    for found in run_distributed(predict_embedder, 2, plan, batch):
+        assert found["by_class"][0].shape == (3, 7)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+class Contrast(nn.Module):
+    """Compares all samples with one another, as contrastive losses do, or takes one number of all."""
+
+    def __init__(self, *, takes_mean: bool) -> None:
+        super().__init__()
+        self.inner, self.takes_mean = nn.Linear(4, 4), takes_mean
+
+    def forward(self, points: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.inner(points)
+        extra = hidden.amax() if self.takes_mean else hidden @ hidden.T
+        return {"loss": hidden.square().mean(), "extra": extra}
+
+
+@pytest.mark.parametrize(("takes_mean", "words"), [(True, "one value for all"), (False, "with one another")])
+def test_outputs_that_need_all_samples_at_once_are_refused(takes_mean: bool, words: str) -> None:
+    """They are named, with their shape; with a single micro-batch they are returned."""
+    batch = {"points": torch.ones(4, 4)}
+    factory = partial(Contrast, takes_mean=takes_mean)
+    plan = make_plan(Mesh(), ("",), ScheduleSpec("gpipe", 2))
+    with pytest.raises(BatchError, match=rf"Output 1 [\s\S]*{words}[\s\S]*one micro-batch"):
+        parallelize(factory, plan, sample_batch=batch).predict(batch)
+    plan = make_plan(Mesh(), ("",), ScheduleSpec("gpipe", 1))
+    model = parallelize(factory, plan, sample_batch=batch)
+    whole = reference_model(factory)
+    torch.testing.assert_close(model.predict(batch)["extra"], whole(**batch)["extra"])
+
+
+def test_too_many_samples_are_refused() -> None:
+    """The plan's memory is for its global batch, for inference as for training."""
+    model = parallelize(tied_model, PLANS[1][0], sample_batch=token_batch(12, seed=0))
+    with pytest.raises(BatchError, match="has 13 samples"):
+        model.predict(token_batch(13, seed=0))
+
+
+def test_split_operators_are_refused() -> None:
+    """Only the loss is put together from shards of operators; the message says what works."""
+    model = parallelize(tied_model, PLANS[1][0], sample_batch=token_batch(12, seed=0))
+    model.plan = replace(model.plan, sharding=Sharding("", 2, (), ()))
+    with pytest.raises(PlanError, match=r"where operators are split[\s\S]*without tp"):
+        model.predict(token_batch(12, seed=0))
