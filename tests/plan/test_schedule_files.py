@@ -71,7 +71,7 @@ def test_files_that_are_missing_or_not_json_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_is_found_by_its_name_and_must_fit_the_plan(tmp_path: Path) -> None:
-    """A name ending in .json is a file; its numbers of ranks, stages and micro-batches must be the plan's."""
+    """A name ending in .json is a file; its numbers of ranks and micro-batches must be the plan's."""
     path = str(tmp_path / "mine.json")
     schedule = make_schedule("zb_v", num_ranks=2, num_microbatches=4)
     save_schedule(schedule, Path(path))
@@ -79,5 +79,5 @@ def test_a_file_is_found_by_its_name_and_must_fit_the_plan(tmp_path: Path) -> No
     assert find_schedule("zb_v", num_ranks=2, num_microbatches=4) == schedule
     with pytest.raises(PlanError, match="it is for 4 micro-batches, the plan has 8"):
         find_schedule(path, num_ranks=2, num_microbatches=8)
-    with pytest.raises(PlanError, match="it is for 4 stages, the plan has 2"):
-        find_schedule(path, num_ranks=2, num_microbatches=4, num_virtual_stages=1)
+    with pytest.raises(PlanError, match="it is for 2 ranks, the plan has 4"):
+        find_schedule(path, num_ranks=4, num_microbatches=4)

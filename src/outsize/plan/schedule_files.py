@@ -24,6 +24,8 @@ def find_schedule(
 ) -> Schedule:
     """Return the schedule of this name, or the one in the file if ``name`` ends with ``.json``.
 
+    A file says itself how many stages there are and where, any number on each rank.
+
     Raises:
         PlanError: as `make_schedule` and `load_schedule`, or the file's schedule is for other numbers.
     """
@@ -38,7 +40,6 @@ def find_schedule(
     for what, has, wanted in (
         ("ranks", schedule.num_ranks, num_ranks),
         ("micro-batches", schedule.num_microbatches, num_microbatches),
-        ("stages", schedule.num_stages, num_ranks * (num_virtual_stages or 0) or schedule.num_stages),
     ):
         if has != wanted:
             raise PlanError(

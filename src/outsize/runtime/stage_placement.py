@@ -52,8 +52,8 @@ def place_stages(plan: Plan, recording: Program) -> StagePlacement:
     if len(plan.stages) != schedule.num_stages:
         raise PlanError(
             f"The plan has {len(plan.stages)} stages, and its schedule {schedule.num_stages}.",
-            why=f"{plan.mesh.pp} pipeline ranks run {plan.schedule.num_virtual_stages} each.",
-            attempt="one entry of `stages` for each.",
+            why=f"{plan.schedule.name} places them on ranks {', '.join(map(str, schedule.stage_to_rank))}.",
+            attempt=f"{schedule.num_stages} entries of `stages`, one for each.",
         )
     validate_schedule(schedule)
     program = recording if plan.sharding is None else lower(recording, plan.sharding)
