@@ -26,6 +26,7 @@ def inspect(
     from rich.console import Console
 
     from outsize.model.argument import load_model
+    from outsize.model.batch_norm import batch_norm_warnings
     from outsize.model.deferred import build_deferred
     from outsize.model.profiling import profile_recordings, record_for_profile
 
@@ -34,6 +35,7 @@ def inspect(
     recordings = record_for_profile(module, source.sample_batch)
     profile = profile_recordings(module, recordings, name=source.name)
     program = recordings[0].program
+    program.warnings += batch_norm_warnings(module)
     if as_json:
         print(json.dumps(_as_json(profile, program), indent=2))
         return

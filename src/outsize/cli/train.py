@@ -27,6 +27,9 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options
     data: Annotated[str | None, typer.Option(help="file.py:function of batches")] = None,
     evaluate_every: Annotated[int, typer.Option(help="steps between evaluations; 0: only at the end")] = 0,
     validation_batches: Annotated[int, typer.Option(help="batches an evaluation takes; 0: none")] = 0,
+    synchronise_batch_norm: Annotated[
+        bool, typer.Option("--synchronise-batch-norm", help="statistics over all replicas")
+    ] = False,
     name: Annotated[str | None, typer.Option(help="the run writes to runs/<name>")] = None,
     resume: Annotated[bool, typer.Option(help="go on from the run's last checkpoint")] = False,
 ) -> None:
@@ -56,5 +59,6 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options
         evaluate_every=evaluate_every,
         num_validation_batches=validation_batches,
         resume=resume,
+        synchronise_batch_norm=synchronise_batch_norm,
     )
     train_model(request, settings, name=name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ class RunSettings:
     write_checkpoint: bool = True
     resume: bool = False
     show_progress: bool = True
+    synchronise_batch_norm: bool = False  # whatever the plan says
 
 
 def train_model(request: PlanRequest, settings: RunSettings, *, name: str | None = None) -> list[RankReport]:
@@ -43,6 +44,8 @@ def train_model(request: PlanRequest, settings: RunSettings, *, name: str | None
     console = Console()
     directory = choose_run_directory(name, resume=settings.resume)
     plan = find_plan(request)
+    if settings.synchronise_batch_norm:
+        plan = replace(plan, batch_norm="synchronised")
     console.print(plan_summary(plan))
     reports = run_under_plan(plan, request, settings, directory)
     console.print(training_table(plan, reports))

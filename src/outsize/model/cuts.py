@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from outsize.errors import PlanError
+from outsize.model.liveness import buffer_writers
 from outsize.model.program import CutPoint, NodeKind, Program
-from outsize.model.slice import slice_program
+from outsize.model.slice import slice_program, tainted_nodes
 
 __all__ = ["cut_points", "find_cut"]
 
@@ -12,15 +13,19 @@ __all__ = ["cut_points", "find_cut"]
 def cut_points(program: Program, labels: list[str] | None = None) -> list[CutPoint]:
     """Return the cuts just before each block, in order, that leave parameters on both sides.
 
+    A buffer that is written from what parameters made stays on one side, with all that uses it: copies of it
+    would come to differ.
+
     ``labels`` names the blocks for a recording of operators, which has no blocks of its own: pass the labels
     of the recording of blocks.
     """
     if labels is None:
         labels = [label for label, _ in _block_calls(program)]
     found = []
+    spans = _spans_of_buffers(program)
     for label in labels:
         index = find_cut(program, label)
-        if index == 0:
+        if index == 0 or any(first < index <= last for first, last in spans):
             continue
         before, after = slice_program(program, [index])
         if before.sent and (before.modules or before.parameters) and (after.modules or after.parameters):
@@ -48,6 +53,22 @@ def find_cut(program: Program, label: str) -> int:
         why="the plan names a cut there, but the recording has no such module",
         attempt="plan again for this model",
     )
+
+
+def _spans_of_buffers(program: Program) -> list[tuple[int, int]]:
+    """Return the first and the last node that uses each buffer which a node that is computed once writes."""
+    tainted = tainted_nodes(program)
+    written = {
+        program.storages[value]
+        for index in buffer_writers(program)
+        if tainted[index]
+        for value in program.nodes[index].mutates
+    }
+    uses: dict[int, list[int]] = {}
+    for index, node in enumerate(program.nodes if written else ()):
+        for storage in {program.storages[value] for value in node.inputs} & written:
+            uses.setdefault(storage, []).append(index)
+    return [(found[0], found[-1]) for found in uses.values()]
 
 
 def _block_calls(program: Program) -> list[tuple[str, int]]:

@@ -44,6 +44,13 @@ class DeferredModel:
         """Names of tied tensors mapped to the first name of the same tensor."""
         return {name: first for name, first in self._aliases.items() if name != first}
 
+    def is_missing(self, name: str) -> bool:
+        """Whether the module still holds what the factory made for this name: nothing was put there since."""
+        owner, _, leaf = name.rpartition(".")
+        holder = self.module.get_submodule(owner)
+        held = holder._parameters.get(leaf, holder._buffers.get(leaf))
+        return held is self._tensors[self._aliases[name]]
+
     def materialise(
         self,
         names: Iterable[str],

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from outsize.model.program import Program, Ref
+from outsize.model.program import NodeKind, Program, Ref
 
-__all__ = ["live_nodes", "wanted_values"]
+__all__ = ["buffer_writers", "live_nodes", "wanted_values"]
 
 
 def wanted_values(program: Program) -> tuple[int, ...]:
@@ -14,10 +14,25 @@ def wanted_values(program: Program) -> tuple[int, ...]:
     return tuple(dict.fromkeys(leaf.value for leaf in program.outputs if isinstance(leaf, Ref)))
 
 
+def buffer_writers(program: Program) -> list[int]:
+    """Return indices of the nodes that write a buffer in place, such as running statistics between blocks."""
+    buffers = {
+        program.storages[value]
+        for _, node in program.nodes_of_kind(NodeKind.BUFFER)
+        for value in node.outputs
+    }
+    return [
+        index
+        for index, node in enumerate(program.nodes)
+        if any(program.storages[value] in buffers for value in node.mutates)
+    ]
+
+
 def live_nodes(program: Program) -> list[int]:
     """Return indices of the nodes that :func:`wanted_values` need, in order.
 
-    In-place writes to a storage that is needed are needed too, and with them what they read.
+    In-place writes to a storage that is needed are needed too, and with them what they read; so are writes to
+    buffers, which the next step may read.
     """
     producers = program.producers
     writers: dict[int, list[int]] = {}
@@ -25,7 +40,7 @@ def live_nodes(program: Program) -> list[int]:
         for value in node.mutates:
             writers.setdefault(program.storages[value], []).append(index)
     live: set[int] = set()
-    stack = [producers[value] for value in wanted_values(program)]
+    stack = [producers[value] for value in wanted_values(program)] + buffer_writers(program)
     while stack:
         index = stack.pop()
         if index in live:

@@ -17,6 +17,7 @@ from outsize.errors import RecordingError
 from outsize.model.autograd_functions import autograd_functions_recorded
 from outsize.model.batch_entries import flatten_batch
 from outsize.model.execution import Execution, on_shapes, on_values
+from outsize.model.kept_attributes import kept_attributes
 from outsize.model.leaves import choose_leaves, has_parameters, initially_open
 from outsize.model.library_settings import constants_readable, training_settings
 from outsize.model.loss_terms import find_loss_terms
@@ -71,14 +72,18 @@ def _record(
             with (
                 training_settings(module),
                 rung(module, entries) as execution,
+                kept_attributes(module) as changes,
                 constants_readable(execution.is_constant),
             ):
                 args, kwargs = layout.restore(execution.entries)
                 recorder = Recorder(module, execution)
                 output = _run(recorder, module, leaves, args, kwargs, reuse=reuse)
-                return _finish(recorder, output, num_samples=_num_samples(entries))
+                program = _finish(recorder, output, num_samples=_num_samples(entries))
         except LeafMustOpen as signal:
             _open(module, opened, leaves, signal.names)
+            continue
+        program.warnings += changes.check(leaves)
+        return program
     raise RecordingError(
         f"the module could not be recorded in {_MAX_RECORDINGS} attempts",
         why="values kept leaving blocks by side channels",

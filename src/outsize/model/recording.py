@@ -9,6 +9,7 @@ from torch import nn
 
 from outsize.errors import ModelError, RecordingError
 from outsize.model.batch_entries import flatten_batch
+from outsize.model.batch_norm import batch_norm_warnings
 from outsize.model.deferred import build_deferred
 from outsize.model.guards import broken_guards
 from outsize.model.program import Node, NodeKind, Program
@@ -38,6 +39,7 @@ def record(
         _compare(module, again)
         _compare_steps(program, record_module(again, batch, granularity=granularity))
     program.module = module
+    program.warnings += batch_norm_warnings(module)
     return program
 
 

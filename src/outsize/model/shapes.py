@@ -32,7 +32,7 @@ class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lies above a fake tensor mode and answers for the operators that it refuses.
 
     While ``may_guess`` is set, results whose size depends on values get a share of the largest possible
-    one, and numbers taken from tensors are zero. That is for the inside of blocks, of which nothing is kept
+    one, and numbers taken from tensors are one. That is for the inside of blocks, of which nothing is kept
     but the shapes of their results.
     """
 
@@ -111,7 +111,7 @@ def _guess_selected(share: float, tensor: torch.Tensor, _: torch.Tensor) -> torc
 def _guess_number(_: float, tensor: torch.Tensor) -> bool | int | float:
     if tensor.dtype is torch.bool:
         return False
-    return 0.0 if tensor.is_floating_point() else 0
+    return 1.0 if tensor.is_floating_point() else 1
 
 
 def _share_of(tensor: torch.Tensor, share: float) -> int:

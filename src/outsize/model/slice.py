@@ -3,6 +3,8 @@
 nodes:    a  b  c │ d  e │ f  g        a stage holds its nodes, and again whatever they need that
 stage:       0    │  1   │  2          depends on no parameter and no randomness (masks, positions);
                   ▼      ▼             everything else alive at a cut is sent over it.
+
+Writes to buffers between blocks stay with their stage, also where nothing after them reads the buffer.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outsize.errors import PlanError
+from outsize.model.liveness import buffer_writers
 from outsize.model.program import NodeKind, Program, Ref
 
 __all__ = ["Slice", "slice_program", "tainted_nodes"]
@@ -81,13 +84,17 @@ class _Slicer:
         for index, node in enumerate(program.nodes):
             for value in node.mutates:
                 self.writers.setdefault(program.storages[value], []).append(index)
+        self.effects = set(buffer_writers(program))  # that no later stage runs
 
     def collect(self, needed: set[int], start: int, end: int) -> tuple[list[int], list[int]]:
-        """Return the nodes to run for ``needed`` within a stage and the values it must receive."""
-        nodes: set[int] = set()
+        """Return the nodes to run for ``needed`` within a stage and the values it must receive.
+
+        Call it for the last stage first.
+        """
+        nodes = {index for index in self.effects if start <= index < end}
         received: set[int] = set()
         seen: set[int] = set()
-        stack = list(needed)
+        stack = [*needed, *(value for index in nodes for value in self.program.nodes[index].inputs)]
         while stack:
             value = stack.pop()
             if value in seen:
@@ -102,6 +109,7 @@ class _Slicer:
             nodes.add(index)
             stack += node.inputs
             stack += self._writes_after(node.outputs, nodes, start, end, index)
+        self.effects -= nodes
         return sorted(nodes), sorted(received)
 
     def _writes_after(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from outsize.errors import RecordingError
 from outsize.model.program import Node, NodeKind, Program, Ref
+from outsize.model.recompute import recomputed
 from outsize.model.slice import Slice
 
 __all__ = ["StageModule"]
@@ -45,7 +44,7 @@ class StageModule(nn.Module):
     def apply_recompute(self, blocks: Collection[str]) -> None:
         """Keep only the inputs of these blocks from forward to backward, and run them again there."""
         self._steps = [
-            (node, _recomputed(callee), dropped)
+            (node, recomputed(callee), dropped)
             if node.kind is NodeKind.MODULE and node.target in blocks
             else (node, callee, dropped)
             for node, callee, dropped in self._steps
@@ -137,11 +136,6 @@ class StageModule(nn.Module):
         for value in node.outputs:
             if value in self._term_of and value in values:
                 values[value] = _scaled(values[value], loss_scales[self._term_of[value]])
-
-
-def _recomputed(block: nn.Module) -> Callable[..., Any]:
-    """Non-reentrant: right also where no input needs a gradient; random masks are drawn as the first time."""
-    return partial(checkpoint, block, use_reentrant=False)
 
 
 def _scaled(term: torch.Tensor, scale: float) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from outsize.plan.sharding import Sharding
 
@@ -157,6 +158,10 @@ class Plan:
     gradient_accumulation_steps: int = 1
     state_sharding: str = "none"  # over dp x fsdp: "none", "optimizer_states", "gradients" or "full"
     sequence_parallel: bool = False  # activations between split operators divided over tp too
+    # values needed two or more stages later: handed on by every stage in between
+    skip_connections: Literal["passed_through"] = "passed_through"
+    # statistics over one micro-batch of one replica, or of all replicas
+    batch_norm: Literal["per_replica", "synchronised"] = "per_replica"
     seed: int = 0
     device_memory_bytes: int | None = None  # enforced limit of emulated devices
     placements: dict[str, str] = field(default_factory=dict)  # parameter name -> how it is split

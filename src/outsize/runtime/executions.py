@@ -15,12 +15,15 @@ from outsize.model.batch_entries import BatchLayout
 from outsize.model.deferred import DeferredModel
 from outsize.model.guards import broken_guards
 from outsize.model.record import record_module
+from outsize.model.slice import Slice
 from outsize.model.stage_module import StageModule
 from outsize.plan.plan import Plan
+from outsize.runtime.materialise import materialise_parts
 from outsize.runtime.mesh import ProcessMesh
 from outsize.runtime.pipeline import PipelineExecutor
 from outsize.runtime.stage_executor import OneProcessExecutor, StageExecutor, StageForMicrobatches
 from outsize.runtime.stage_placement import StagePlacement, place_stages
+from outsize.runtime.tensor_parallel import select_shard
 
 __all__ = ["Executions"]
 
@@ -75,6 +78,13 @@ class Executions:
             self._executors[key] = self._make_executor(placements)
         return self._executors[key]
 
+    def materialise(self, parts: Sequence[Slice]) -> None:
+        """Give the module the initial values (or shards) that these slices use and it does not have yet."""
+        sharding, rank = self._plan.sharding, self._mesh.coordinates["tp"]
+        select = None if sharding is None else select_shard(sharding, rank)
+        device, seed = self._mesh.device, self._plan.seed
+        materialise_parts(self._deferred, parts, device=device, seed=seed, select=select)
+
     def _make_executor(self, placements: Sequence[StagePlacement]) -> StageExecutor:
         by_microbatch = [self._stage_modules(placement) for placement in placements]
         stages = {
@@ -88,9 +98,10 @@ class Executions:
 
     def _stage_modules(self, placement: StagePlacement) -> dict[int, StageModule]:
         if placement not in self._stages:
+            parts = placement.slices_of(self._mesh.coordinates["pp"])
+            self.materialise(parts)  # evaluation may use what training does not
             modules = {
-                part.index: StageModule(placement.program, part, self._deferred.module)
-                for part in placement.slices_of(self._mesh.coordinates["pp"])
+                part.index: StageModule(placement.program, part, self._deferred.module) for part in parts
             }
             for index, module in modules.items():
                 module.apply_recompute(self._plan.stages[index].recompute)

@@ -32,9 +32,10 @@ def materialise_parts(
     seed: int,
     select: Select | None = None,
 ) -> None:
-    """Compute the values of what ``parts`` use and put them into ``deferred.module``; the rest stays meta.
+    """Compute the values that ``parts`` use and ``deferred.module`` has not yet; the rest stays meta.
 
     ``select(name, whole)`` keeps a shard; at most one whole tensor exists at a time.
     """
-    tensors = deferred.materialise(held_names(deferred, parts), device=device, seed=seed, select=select)
+    missing = [name for name in held_names(deferred, parts) if deferred.is_missing(name)]
+    tensors = deferred.materialise(missing, device=device, seed=seed, select=select)
     apply_materialised(deferred.module, tensors)

@@ -123,6 +123,12 @@ class BatchSplitter:
         replicas = mesh.dp * mesh.fsdp
         num_parts = replicas * self._plan.gradient_accumulation_steps * self._plan.schedule.num_microbatches
         smaller, num_larger = divmod(num_rows, num_parts)
+        if smaller == 0 and self._plan.batch_norm == "synchronised":
+            raise BatchError(
+                f"The batch has {num_rows} samples for {num_parts} micro-batches.",
+                why="Synchronised batch norm needs a sample in each, or its statistics would be wrong.",
+                attempt=f"batches of {num_parts} samples or more.",
+            )
         parts: list[_Part] = []
         start = 0
         for index in range(num_parts):

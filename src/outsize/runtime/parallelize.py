@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,14 @@ from torch import nn
 
 from outsize.errors import RecordingError
 from outsize.model.batch_entries import flatten_batch
+from outsize.model.batch_norm import batch_norm_warnings
 from outsize.model.deferred import DeferredModel, build_deferred
 from outsize.model.source import resize_batch
 from outsize.plan.plan import Plan
+from outsize.runtime.batch_norm import apply_synchronised_batch_norm
 from outsize.runtime.collectives import set_axis_group
 from outsize.runtime.executions import Executions
-from outsize.runtime.materialise import held_names, materialise_parts
+from outsize.runtime.materialise import held_names
 from outsize.runtime.measured_memory import start_measuring
 from outsize.runtime.memory_limit import apply_memory_limit, readable_out_of_memory
 from outsize.runtime.mesh import ProcessMesh, make_process_mesh
@@ -25,7 +28,7 @@ from outsize.runtime.optimizer import build_optimizer
 from outsize.runtime.parallel_model import HeldState, ParallelModel
 from outsize.runtime.runnable import check_runnable
 from outsize.runtime.stage_placement import StagePlacement
-from outsize.runtime.tensor_parallel import parameter_placements, select_shard
+from outsize.runtime.tensor_parallel import parameter_placements
 from outsize.runtime.tied_parameters import TiedParameters
 
 __all__ = ["parallelize"]
@@ -57,6 +60,7 @@ def parallelize(
     if tensor_parallel_group is not None:
         set_axis_group("tp", tensor_parallel_group, plan.seed)
     deferred = build_deferred(factory, seed=plan.seed)
+    _arrange_batch_norm(deferred.module, plan, mesh)
     entries, layout = flatten_batch(sample_batch)
     executions = Executions(deferred, layout, plan, mesh)
     microbatch = flatten_batch(resize_batch(sample_batch, plan.microbatch_size))[0]
@@ -72,9 +76,7 @@ def parallelize(
     if enforce_memory_limit and plan.device_memory_bytes is not None:
         apply_memory_limit(plan.device_memory_bytes)
     with readable_out_of_memory(mesh.rank, plan.device_memory_bytes, "building its part of the model"):
-        own = placement.slices_of(mesh.coordinates["pp"])
-        select = None if plan.sharding is None else select_shard(plan.sharding, mesh.coordinates["tp"])
-        materialise_parts(deferred, own, device=mesh.device, seed=plan.seed, select=select)
+        executions.materialise(placement.slices_of(mesh.coordinates["pp"]))
 
     held = _held_state(deferred, placement, plan, mesh)
     return ParallelModel(
@@ -87,6 +89,16 @@ def parallelize(
         executions=executions,
         splitter=BatchSplitter(BatchForm.of(entries), plan, executions, mesh.coordinates["dp"], mesh.device),
     )
+
+
+def _arrange_batch_norm(module: nn.Module, plan: Plan, mesh: ProcessMesh) -> None:
+    """Let batch norm see all replicas where the plan says so, else say what it sees."""
+    group = mesh.group("dp")
+    if plan.batch_norm == "synchronised" and group is not None:
+        apply_synchronised_batch_norm(module, group)
+    elif mesh.rank == 0 and plan.global_batch > plan.microbatch_size:
+        for warning in batch_norm_warnings(module):
+            warnings.warn(warning, stacklevel=3)
 
 
 def _held_state(

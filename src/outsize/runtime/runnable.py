@@ -28,6 +28,10 @@ def check_runnable(plan: Plan) -> None:
             plan.sharding is not None and any(stage.recompute for stage in plan.stages),
             "recomputation of blocks whose operators are split",
         ),
+        (
+            plan.sharding is not None and plan.batch_norm == "synchronised",
+            "synchronised batch norm together with split operators",
+        ),
         (plan.precision != "fp32", f"precision {plan.precision!r}"),
     ):
         if has:
