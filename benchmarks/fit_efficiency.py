@@ -23,7 +23,10 @@ from outsize.planner.validation import Prediction, error_summary, predict_run
 
 FAMILIES = ("volta", "ampere", "ampere_pcie", "hopper", "blackwell")
 FIELDS = ("matmul", "attention", "bandwidth", "kernel_s")
-PRIOR = 0.5  # a constant may move this much (in logarithm) at the cost of one row's whole scale
+# How far a constant may move (in logarithm) at the cost of one row's whole scale: rates of matrix products
+# and of memory were measured by others, the rest is less known.
+PRIORS = {"matmul": 0.1, "matmul_fp8": 0.1, "bandwidth": 0.1, "attention": 0.3, "kernel_s": 0.5}
+PRIOR = 0.5
 SCALE = 0.05
 STEP = 0.01
 
@@ -48,9 +51,11 @@ class Constants:
         start += [software.find_software(name).factor for name in self.factors]
         # No device exceeds its data sheet.
         most = {"matmul": 0.92, "matmul_fp8": 0.92, "attention": 0.8, "bandwidth": 0.95}
-        self.most = np.full(len(start) + 2, np.inf)
+        self.most = np.full(len(start) + 1, np.inf)
         self.most[: len(self.names)] = [math.log(most.get(name, math.inf)) for _, name in self.names]
-        self.start = np.log([*start, curves["ampere"].matmul_half_size, collective.KNEE_BYTES])
+        self.start = np.log([*start, collective.KNEE_BYTES])
+        self.priors = np.full(len(self.start), PRIOR)
+        self.priors[: len(self.names)] = [PRIORS[name] for _, name in self.names]
 
     def touched(self, runs: list[PublishedRun]) -> list[list[int]]:
         """For each constant, the rows it can change."""
@@ -58,7 +63,7 @@ class Constants:
         everything = list(range(len(runs)))
         by_name = [[row for row in everything if families[row] == family] for family, _ in self.names]
         by_name += [[row for row in everything if runs[row].software == name] for name in self.factors]
-        return [*by_name, everything, everything]
+        return [*by_name, everything]
 
     def apply(self, vector: np.ndarray) -> None:
         values = np.exp(vector)
@@ -67,7 +72,7 @@ class Constants:
             old = curves[family]
             changes = {name: float(value)}
             if name == "attention":
-                changes["attention_backward"] = 0.75 * float(value)
+                changes["attention_backward"] = 0.8 * float(value)
             new = replace(old, **changes)
             for kind in [kind for kind, curve in curves.items() if curve is old]:
                 curves[kind] = new
@@ -75,10 +80,6 @@ class Constants:
         for name, value in zip(self.factors, values[len(self.names) :], strict=False):
             tables[name] = replace(tables[name], factor=float(value))
         collective.KNEE_BYTES = float(values[-1])
-        families = {
-            id(curve): replace(curve, matmul_half_size=float(values[-2])) for curve in curves.values()
-        }
-        curves.update({kind: families[id(curve)] for kind, curve in curves.items() if kind != "cpu"})
 
 
 def _family(run: PublishedRun) -> str:
@@ -103,7 +104,7 @@ def fit(fitted: list[PublishedRun], evaluations: int) -> tuple[Constants, np.nda
         return np.array([math.log(1 + (_predict(run).time_error or 0.0)) for run in chosen])
 
     def residuals(vector: np.ndarray) -> np.ndarray:
-        pulled = (vector - constants.start) / PRIOR
+        pulled = (vector - constants.start) / constants.priors
         return np.concatenate([weights * logs(vector, fitted) / SCALE, pulled])
 
     def jacobian(vector: np.ndarray) -> np.ndarray:
@@ -118,7 +119,7 @@ def fit(fitted: list[PublishedRun], evaluations: int) -> tuple[Constants, np.nda
             moved = vector.copy()
             moved[column] += STEP
             rows[touched, column] = (logs(moved, [fitted[row] for row in touched]) - base[touched]) / STEP
-        return np.concatenate([weights[:, None] * rows / SCALE, np.eye(len(vector)) / PRIOR])
+        return np.concatenate([weights[:, None] * rows / SCALE, np.diag(1 / constants.priors)])
 
     result = least_squares(
         residuals,
@@ -185,7 +186,6 @@ def _show_constants(constants: Constants, vector: np.ndarray) -> None:
         print(f"{family}.{name} = {value:.4g}")
     for name, value in zip(constants.factors, values[len(constants.names) :], strict=False):
         print(f"{name}.factor = {value:.3f}")
-    print(f"matmul_half_size = {values[-2]:.4g}")
     print(f"knee_bytes = {values[-1]:.3g}")
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from outsize.cluster.topology import Span
 from outsize.cost.collective import all_gather_s, all_reduce_s, all_to_all_s
-from outsize.cost.compute import Shards, efficiency_of, estimate_block_s
+from outsize.cost.compute import Conditions, Shards, efficiency_of, estimate_block_s
 from outsize.cost.layout import Job, Layout
 from outsize.cost.precision import element_bytes
 from outsize.model.profile import Amount, BlockProfile
@@ -31,7 +31,9 @@ class BlockCost:
 
     forward_s: float
     backward_s: float
-    communication_s: float  # of forward, the same again in backward
+    communication_s: float  # waited for in forward
+    backward_communication_s: float  # waited for in backward, some may hide under weights' gradients
+    weight_s: float  # of backward, computing weights' gradients
     selective_s: float  # added to backward by recomputing attention scores
     full_s: float  # added to backward by recomputing the block
     parameters: float
@@ -52,6 +54,8 @@ class BlockCosts:
     forward_s: Array
     backward_s: Array
     communication_s: Array
+    backward_communication_s: Array
+    weight_s: Array
     selective_s: Array
     full_s: Array
     parameters: Array
@@ -68,7 +72,17 @@ class BlockCosts:
     @cached_property
     def step_s(self) -> Array:
         """Forward and backward with communication, nothing recomputed."""
-        return self.forward_s + self.backward_s + 2 * self.communication_s
+        return self.forward_s + self.backward_s + self.exchange_s
+
+    @cached_property
+    def exchange_s(self) -> Array:
+        """Communication that forward and backward wait for."""
+        return self.communication_s + self.backward_communication_s
+
+    @cached_property
+    def weight_share(self) -> float:
+        """Share of a micro-batch's time in which weights' gradients are computed."""
+        return float(self.weight_s.sum()) / self.whole_step_s if self.whole_step_s else 0.0
 
     @cached_property
     def tied_blocks(self) -> list[tuple[int, int]]:
@@ -175,20 +189,27 @@ def _block_cost(block: BlockProfile, job: Job, layout: Layout) -> BlockCost:
     shards = Shards(tensor, tensor if layout.sequence_parallel else 1, mesh.cp, mesh.ep)
     device = job.cluster.weakest_device()
     scale = element_bytes(job.precision) / job.profile.bytes_per_element
-    forward, backward = estimate_block_s(block, device, job.precision, samples, shards, scale)
+    conditions = Conditions(device, job.precision, samples, shards, scale, job.state.gradient)
+    times = estimate_block_s(block, conditions)
     communication = _communication_s(block, job, layout, tensor, scale)
+    hidden = times.weight_s if job.software.hides_tensor_parallel and tensor > 1 else 0.0
+    backward_communication = max(communication - hidden, 0.0)
     if mesh.cp > 1:  # passing keys and values round hides under the attention they are for
         exchanged = block.context_exchange_bytes.of(samples) * scale / tensor
-        ring = all_gather_s(axis_span(job, mesh_stride(layout, "cp"), mesh.cp), exchanged)
-        communication += max(float(ring) - forward, 0.0)
-    flops_s = 1 / (device.rate(job.precision) * efficiency_of(device).attention)
-    selective = block.selective_recompute_flops.of(samples) / tensor / mesh.cp * flops_s
+        ring = float(all_gather_s(axis_span(job, mesh_stride(layout, "cp"), mesh.cp), exchanged))
+        communication += max(ring - times.forward_s, 0.0)
+        backward_communication += max(ring - times.backward_s, 0.0)
+    flops_s = 1 / (device.rate(job.precision) * efficiency_of(device).matmul)
+    recomputed = block.selective_recompute_flops.of(samples) * flops_s
+    recomputed += block.selective_recompute_bytes.of(samples) * scale / conditions.bandwidth
     return BlockCost(
-        forward_s=forward,
-        backward_s=backward,
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
         communication_s=communication,
-        selective_s=selective,
-        full_s=forward + communication,
+        backward_communication_s=backward_communication,
+        weight_s=times.weight_s,
+        selective_s=recomputed / tensor / mesh.cp,
+        full_s=times.forward_s + communication,
         **_sizes(block, samples, shards, scale, job.precision),
     )
 
@@ -234,6 +255,7 @@ def _communication_s(block: BlockProfile, job: Job, layout: Layout, tensor: int,
         )
     if mesh.ep > 1 and block.num_expert_parameters:
         message = block.all_to_all_bytes.of(samples) * scale / mesh.cp
+        message /= tensor if layout.sequence_parallel else 1  # each device sends its own tokens
         # Tokens leave in the precision of the computation and come back in 16 bits.
         message *= 0.75 if job.precision == "fp8" else 1.0
         span = axis_span(job, mesh_stride(layout, "ep"), mesh.ep)

@@ -3,7 +3,8 @@
 With n members and ``bytes`` held by each, a ring moves (Thakur et al. 2005):
 all-reduce 2 (n-1)/n · bytes, all-gather and reduce-scatter (n-1)/n · bytes, all-to-all (n-1)/n · bytes.
 A group over several machines works level by level: reduce-scatter inside, all-reduce of the pieces across
-the network, all-gather inside. Numbers of bytes may be arrays.
+the network, all-gather inside. Large messages pass the levels in pieces, all levels at once, so the slowest
+level sets the time, and latencies add up. Numbers of bytes may be arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["all_gather_s", "all_reduce_s", "all_to_all_s", "reduce_scatter_s", "
 
 # A ring cuts a message into pieces; below about this size a collective does not reach its bandwidth
 # (8 x H200 all-reduce: half of the bandwidth at 16 MiB), which acts like bytes added to each message.
-KNEE_BYTES = 3.73e07
+KNEE_BYTES = 5.78e07
 
 
 def _steps(link: Link, members: int) -> float:
@@ -28,20 +29,22 @@ def _steps(link: Link, members: int) -> float:
 
 
 def _ring_s(link: Link, members: int, num_bytes: Any) -> Any:
-    """One pass over a ring (all-gather or reduce-scatter of ``num_bytes`` in all)."""
+    """One pass over a ring (all-gather or reduce-scatter of ``num_bytes`` in all), without latency."""
     if members <= 1:
         return 0.0 * num_bytes
     moved = num_bytes * (members - 1) / members
     knee = np.minimum(KNEE_BYTES, moved)  # small messages are bound by latency, not by the knee
-    return (moved + knee) / link.bandwidth_bytes_per_s + _steps(link, members)
+    return (moved + knee) / link.bandwidth_bytes_per_s
 
 
 def all_gather_s(span: Span, num_bytes: Any) -> Any:
     """Seconds until every member holds the ``num_bytes`` that all members held in parts."""
     time = _ring_s(span.inside, span.per_machine, num_bytes)
+    latency = _steps(span.inside, span.per_machine)
     if span.across is not None:
-        time += _ring_s(span.across, span.num_machines, num_bytes / span.per_machine)
-    return time
+        time = np.maximum(time, _ring_s(span.across, span.num_machines, num_bytes / span.per_machine))
+        latency += _steps(span.across, span.num_machines)
+    return time + latency
 
 
 def reduce_scatter_s(span: Span, num_bytes: Any) -> Any:

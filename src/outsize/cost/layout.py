@@ -20,13 +20,12 @@ __all__ = ["RECOMPUTE_MODES", "SCHEDULES", "STATE_SHARDINGS", "Assignment", "Job
 RECOMPUTE_MODES = ("none", "selective", "full")
 _MODE_INDEX = {mode: index for index, mode in enumerate(RECOMPUTE_MODES)}
 STATE_SHARDINGS = ("none", "optimizer_states", "gradients", "full")
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "vocabulary_1f1b")
-# Idle time left of 1F1B's: a third with equal parts of a backward, half with measured ones; the others
-# as in table 5 of the Zero Bubble paper (arXiv 2401.10241).
-_IDLE_SHARE = {"zb_h1": 0.55, "zb_h2": 0.15, "zb_v": 0.1, "v_half": 0.6}
+SCHEDULES = (
+    "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_2p", "zb_v", "v_half", "vocabulary_1f1b",
+)  # fmt: skip
 # A backward in two parts keeps output gradients until the weights' part has run.
 SPLIT_BACKWARD_SHARE = 1.05
-SPLIT_BACKWARD = {"zb_h1", "zb_h2"}
+SPLIT_BACKWARD = {"zb_h1", "zb_h2", "zb_2p"}
 _V_SHAPED = {"zb_v", "v_half"}
 
 
@@ -93,11 +92,6 @@ class Layout:
             return (stage, self.num_chunks - 1 - stage)
         return range(stage, self.num_chunks, self.mesh.pp)
 
-    @property
-    def idle_share(self) -> float:
-        """Idle time as a share of 1F1B's with as many chunks."""
-        return _IDLE_SHARE.get(self.schedule, 1.0 / self.num_virtual_stages)
-
     @cached_property
     def rank_of_chunk(self) -> NDArray[np.intp]:
         """Pipeline rank of each chunk."""
@@ -128,7 +122,7 @@ class Layout:
             counts = [p - stage]
         elif self.schedule == "vocabulary_1f1b":  # two more, for the passes over the spread vocabulary
             counts = [p - stage + 2]
-        elif self.schedule == "zb_h2":
+        elif self.schedule in {"zb_h2", "zb_2p"}:
             counts = [2 * (p - stage)]
         elif self.schedule in _V_SHAPED:
             total, up = (2 * p, stage + 1) if self.schedule == "zb_v" else (p + 2, stage // 2 + 1)

@@ -73,10 +73,9 @@ def server_traffic_s(job: Job, num_workers: int, num_bytes: Number) -> Any:
 
 
 def optimizer_s(job: Job, layout: Layout, trainable: Number) -> Any:
-    """The optimizer reads and writes its states and parameters once and reads gradients."""
+    """The optimizer reads and writes states and parameters; gradients are read for their norm, then again."""
     per = job.state
-    traffic = (
-        trainable / layout.num_state_shards * (2 * per.optimizer_state + 2 * per.parameter + per.gradient)
-    )
+    each = 2 * per.optimizer_state + 2 * per.parameter + 2 * per.gradient
+    traffic = trainable / layout.num_state_shards * each
     device = job.cluster.weakest_device()
     return traffic / (device.memory_bandwidth_bytes_per_s * efficiency_of(device).bandwidth)

@@ -1,11 +1,12 @@
 """Seconds of one training step under a layout, and what they consist of.
 
-A pipeline of stages that take t_0 … t_{p-1} seconds a micro-batch (forward and backward), m micro-batches
-and v virtual stages takes
+A pipeline of stages that take t_0 … t_{p-1} seconds a micro-batch (forward and backward) and m micro-batches
+takes
 
-    m · max t  +  (Σ t - max t) / v          fill and drain once, the slowest stage sets the pace
+    m · max t  +  k (Σ t - max t)          fill and drain once, the slowest stage sets the pace
 
-which for equal stages is the (p-1)/(v m) bubble of Narayanan et al. (2021). Gradients of replicas are
+with k the schedule's idle share; k = 1/v for v virtual stages and equal ones is the (p-1)/(v m) bubble of
+Narayanan et al. (2021). Gradients of replicas are
 reduced while the last micro-batch's backward runs; what does not fit under it is exposed.
 """
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from outsize.cluster.device import Device
 from outsize.cluster.link import Link
 from outsize.cost.blocks import BlockCosts, axis_span, mesh_stride
+from outsize.cost.idle_share import idle_share
 from outsize.cost.layout import Assignment, Job, Layout
 from outsize.cost.memory import estimate_memory, memory_by_rank
 from outsize.cost.ranks import Ranks
@@ -36,6 +38,7 @@ class StepEstimate:
     step_time_s: float
     by_part_s: dict[str, float]
     memory: tuple[dict[str, int], ...]
+    idle_share: float = 1.0  # of the schedule, over 1F1B's
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -77,19 +80,20 @@ def estimate_step(job: Job, layout: Layout, costs: BlockCosts, assignment: Assig
     total = ranks.total
     pace = int(total.argmax())
     m = layout.num_microbatches
+    share = idle_share(layout, costs.weight_share, ends_together=job.software.ends_together)
     parts = {
         "compute": m * ranks.compute[pace],
         "recompute": m * ranks.recompute[pace],
         "tensor_parallel": m * ranks.communication[pace],
         "pipeline_send": m * ranks.send[pace],
-        "bubble": (total.sum() - total[pace]) * layout.idle_share,
+        "bubble": (total.sum() - total[pace]) * share,
         "data_parallel": m * ranks.gather[pace] + ranks.reduce[0],
         "optimizer": ranks.optimizer[0],
     }
     parts = {name: float(time) * job.software.factor for name, time in parts.items()}
     parts["contention"] = _contention_s(job, layout, float(total.sum()), sum(parts.values()))
     memory = memory_by_rank(estimate_memory(job, layout, costs, assignment))
-    return StepEstimate(sum(parts.values()), parts, memory)
+    return StepEstimate(sum(parts.values()), parts, memory, share)
 
 
 def _contention_s(job: Job, layout: Layout, microbatch_s: float, step_s: float) -> float:
@@ -107,7 +111,7 @@ def _rank_times(job: Job, layout: Layout, costs: BlockCosts, assignment: Assignm
     reference = job.cluster.weakest_device().rate(job.precision)
     slower = reference / np.array([device.rate(job.precision) for device in stage_devices(job, layout)])
     forward, backward = ranks.total(costs.forward_s) * slower, ranks.total(costs.backward_s) * slower
-    communication = 2 * ranks.total(costs.communication_s)
+    communication = ranks.total(costs.exchange_s)
     again = ranks.total(costs.again_by_mode[assignment.modes, np.arange(len(costs.blocks))]) * slower
     tied = ranks.tied_elsewhere(costs)
     held = {
@@ -115,7 +119,9 @@ def _rank_times(job: Job, layout: Layout, costs: BlockCosts, assignment: Assignm
         "trainable": ranks.total(costs.trainable) + tied,
     }
     gather = gather_wait_s(job, layout, **held, forward_s=forward, backward_s=backward)
-    reduce = reduce_wait_s(job, layout, **held, backward_s=backward + communication / 2)
+    reduce = reduce_wait_s(
+        job, layout, **held, backward_s=backward + ranks.total(costs.backward_communication_s)
+    )
     optimizer = optimizer_s(job, layout, held["trainable"])
     sends = _send_s(job, layout, costs, ranks)
     return _RankTimes(forward + backward, communication, again, sends, gather, reduce, optimizer)

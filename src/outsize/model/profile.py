@@ -34,18 +34,20 @@ class Amount:
 class OperatorProfile:
     """One matrix product, attention or element-wise pass inside a block's forward.
 
-    A matrix product has ``rows`` (tokens) x ``inner`` x ``columns``. ``split`` says which of its sizes
-    operator-level parallelism divides: "columns", "rows" (the contracted size ``inner``), "heads",
+    A product with weights ("matmul") has ``rows`` (tokens) x ``inner`` x ``columns``; its traffic follows
+    from these. "scores" are products without weights, whose traffic is ``bytes_moved``. ``split`` says which
+    sizes operator-level parallelism divides: "columns", "rows" (the contracted size ``inner``), "heads",
     "tokens" (only where the sequence is split too) or "none".
     """
 
-    kind: str  # "matmul", "attention" or "elementwise"
+    kind: str  # "matmul", "scores", "attention" (fused) or "elementwise"
     forward_flops: Amount
     bytes_moved: Amount
     rows: Amount = Amount()
     inner: int = 0
     columns: int = 0
     split: str = "none"
+    num_experts: int = 1  # products of these sizes, one an expert, which expert parallelism divides
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class BlockProfile:
     operators: tuple[OperatorProfile, ...] = ()
     selective_saved_bytes: Amount | None = None  # kept when only attention scores are recomputed
     selective_recompute_flops: Amount = field(default_factory=Amount)
+    selective_recompute_bytes: Amount = field(default_factory=Amount)  # memory traffic of the same
     context_exchange_bytes: Amount = field(default_factory=Amount)  # keys and values, passed round over cp
     matmul_input_fraction: float = 0.0  # of saved activations: kept in one byte when computing in fp8
     num_expert_parameters: int = 0  # divided by expert parallelism

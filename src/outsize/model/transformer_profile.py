@@ -79,20 +79,21 @@ class _Part:
     experts: int = 0
     score_bytes: float = 0.0  # of unfused attention, kept a token
     score_flops: float = 0.0
+    score_traffic: float = 0.0
     input_bytes: float = 0.0  # of matrix products, part of the above
     widest: int = 0  # widest intermediate, for temporaries
 
 
-def _matmul(tokens: float, inner: int, columns: int, split: str) -> OperatorProfile:
-    traffic = ELEMENT * (tokens * (inner + columns))
+def _matmul(tokens: float, inner: int, columns: int, split: str, num_experts: int = 1) -> OperatorProfile:
     return OperatorProfile(
         "matmul",
         Amount(2.0 * tokens * inner * columns),
-        Amount(traffic),
-        Amount(tokens),
+        Amount(ELEMENT * (tokens * (inner + columns)), ELEMENT * float(num_experts) * inner * columns),
+        Amount(tokens / num_experts),
         inner,
         columns,
         split,
+        num_experts,
     )
 
 
@@ -137,9 +138,17 @@ def _attention(config: TransformerConfig, tokens: int, *, is_causal: bool) -> _P
         kept = ELEMENT * (heads + 2 * kv + heads) * d
     flops = 4.0 * tokens * tokens * heads * d * (0.5 if is_causal and config.fused_attention else 1.0)
     scores = 0.0 if config.fused_attention else heads * tokens * (2.0 * ELEMENT + 1)
-    core = [OperatorProfile("attention", Amount(flops), Amount(), split="heads")]
-    if not config.fused_attention:  # scores are written, masked, normalised, dropped and read
-        core.append(_elementwise(tokens, 3 * 2 * ELEMENT * heads * tokens, "heads"))
+    traffic, passes = ELEMENT * heads * (4.0 * d + 2.0 * tokens), 0.0
+    if config.fused_attention:
+        core = [OperatorProfile("attention", Amount(flops), Amount(), split="heads")]
+    else:  # scores are written and read by two products; between them masked softmax, and dropout
+        passes = (2 * ELEMENT + config.dropout * (2 * ELEMENT + 1)) * heads * tokens
+        core = [
+            OperatorProfile("scores", Amount(flops), Amount(tokens * traffic), split="heads"),
+            _elementwise(tokens, passes, "heads"),
+        ]
+    if not config.learned_positions and config.is_gated:  # rotary: read and write queries and keys
+        core.append(_elementwise(tokens, 2 * ELEMENT * (heads + kv) * d, "heads"))
     return _Part(
         parameters=parameters,
         operators=(projections[0], *core, *projections[1:]),
@@ -148,6 +157,7 @@ def _attention(config: TransformerConfig, tokens: int, *, is_causal: bool) -> _P
         input_bytes=ELEMENT * (h + heads * config.width_of_head),
         score_bytes=scores,
         score_flops=0.0 if config.fused_attention else flops,
+        score_traffic=0.0 if config.fused_attention else tokens * (traffic + passes),
         widest=(heads + 2 * kv) * d,
     )
 
@@ -192,18 +202,6 @@ def _experts(config: TransformerConfig, tokens: int) -> _Part:
     each = (ups + 1) * h * f
     copies = config.kept_mlp_copies or (3 if config.is_gated else 2)
     routed = float(tokens) * active
-    rows = routed / config.num_experts
-
-    def expert(inner: int, columns: int, split: str) -> OperatorProfile:
-        return OperatorProfile(
-            "matmul",
-            Amount(2.0 * routed * inner * columns),
-            Amount(ELEMENT * routed * (inner + columns)),
-            Amount(rows),
-            inner,
-            columns,
-            split,
-        )
 
     shared = config.num_shared_experts
     dense = (
@@ -215,9 +213,9 @@ def _experts(config: TransformerConfig, tokens: int) -> _Part:
         parameters=h * config.num_experts + (config.num_experts + shared) * each,
         operators=(
             _matmul(tokens, h, config.num_experts, "none"),
-            expert(h, ups * f, "columns"),
+            _matmul(routed, h, ups * f, "columns", config.num_experts),
             _elementwise(routed, ELEMENT * ((ups + 1) * f + 4 * h), "columns"),
-            expert(f, h, "rows"),
+            _matmul(routed, f, h, "rows", config.num_experts),
             *dense,
         ),
         split_bytes=ELEMENT * (active + shared) * copies * f,
@@ -239,8 +237,8 @@ def _layer(
         attentions.append(_attention(config, tokens, is_causal=False))
     feed = _experts(config, tokens) if has_experts else _mlp(config, tokens)
     parts = [*attentions, feed]
-    # each part: norm (read, write) and residual with dropout (read two, write one)
-    passes = _elementwise(tokens, len(parts) * 5 * ELEMENT * h, "tokens")
+    # each part: norm (read, write) and residual with dropout (read two, write one, mask)
+    passes = _elementwise(tokens, len(parts) * (5 * ELEMENT + config.dropout) * h, "tokens")
     operators = (*(operator for part in parts for operator in part.operators), passes)
     norms = len(parts) * h
     parameters = sum(part.parameters for part in parts) + norms
@@ -262,6 +260,7 @@ def _layer(
         saved_activation_bytes=Amount(tokens * (whole + split + scores)),
         selective_saved_bytes=Amount(tokens * (whole + split)),
         selective_recompute_flops=Amount(sum(part.score_flops for part in parts)),
+        selective_recompute_bytes=Amount(sum(part.score_traffic for part in parts)),
         recompute_input_bytes=Amount(ELEMENT * tokens * h),
         temporary_bytes=Amount(2.0 * ELEMENT * tokens * max(part.widest for part in parts)),
         output_bytes=Amount(ELEMENT * tokens * h * (2 if crosses else 1)),
@@ -314,7 +313,8 @@ def _head(config: TransformerConfig, tokens: int) -> BlockProfile:
     """Final norm, projection to the vocabulary and cross-entropy in float32."""
     h, vocab = config.hidden, config.vocab
     projection = _matmul(tokens, h, vocab, "columns")
-    loss = _elementwise(tokens, 4.0 * 6 * vocab, "columns")
+    # float32 copy (read 2, write 4), largest (read 4), exponential of the difference (8), sum (4)
+    loss = _elementwise(tokens, 22.0 * vocab, "columns")
     norm = _elementwise(tokens, 2 * ELEMENT * h, "tokens")
     own = h + (0 if config.is_tied else vocab * h)
     kept_whole, kept_split = 2 * ELEMENT * h, 4.0 * vocab

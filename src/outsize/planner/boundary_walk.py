@@ -11,17 +11,19 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from outsize.cost.layout import Layout
-
 __all__ = ["best_walk", "least_maximum", "least_sum"]
 
 Array = NDArray[np.float64]
 
 
-def best_walk(cost: Array, tail: Array, layout: Layout, legal: list[int]) -> tuple[int, ...] | None:
-    """Boundaries of the walk with the least pipeline time, or None if no walk is possible."""
-    idle = layout.idle_share
-    weight = layout.num_microbatches - idle
+def best_walk(
+    cost: Array, tail: Array, num_microbatches: int, idle: float, legal: list[int]
+) -> tuple[int, ...] | None:
+    """Boundaries of the walk with the least pipeline time, or None if no walk is possible.
+
+    ``idle`` is the schedule's idle share, see `outsize.cost.idle_share`.
+    """
+    weight = num_microbatches - idle
     bottleneck = least_maximum(cost)
     if not math.isfinite(bottleneck):
         return None

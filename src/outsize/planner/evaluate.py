@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from outsize.cost.blocks import BlockCosts, estimate_block_costs
+from outsize.cost.idle_share import idle_share
 from outsize.cost.layout import Assignment, Job, Layout
 from outsize.cost.replicas import gather_wait_s
 from outsize.cost.step import StepEstimate, estimate_step
@@ -91,7 +92,8 @@ class Evaluator:
             )
         count, block_s = costs.most_repeated  # some rank holds at least its share of them, rounded up
         pace = max(whole / pp, math.ceil(count / pp) * block_s)
-        passes = layout.num_microbatches * pace + (whole - pace) * layout.idle_share
+        idle = idle_share(layout, costs.weight_share, ends_together=self.job.software.ends_together)
+        passes = layout.num_microbatches * pace + (whole - pace) * idle
         return float(passes) * self.job.software.factor / self._fastest_over_weakest
 
     def _least_recompute_s(self, layout: Layout, costs: BlockCosts) -> float:

@@ -26,7 +26,7 @@ _GB = 10**9
 _SHARDINGS = {"1": "optimizer_states", "2": "gradients", "3": "full"}
 _SCHEDULES = {
     "": "1f1b", "none": "1f1b", "1f1b": "1f1b", "interleaved-1f1b": "interleaved_1f1b", "zb-1p": "zb_h1",
-    "zb-2p": "zb_h2", "zb-v": "zb_v", "v-half": "v_half", "gpipe": "gpipe",
+    "zb-2p": "zb_2p", "zb-v": "zb_v", "v-half": "v_half", "gpipe": "gpipe",
 }  # fmt: skip
 _NEEDED = ("layers", "hidden", "heads", "seq_len", "gpus", "tp", "pp", "micro_batch", "global_batch")
 _GATED = ("Llama", "llama", "Qwen", "Mistral", "Mixtral", "DeepSeek", "Kimi")
@@ -59,9 +59,11 @@ class _Source:
     software_fully_sharded: str = ""  # for rows of ZeRO stage 3
     network: float | None = None
     memory: str = ""
+    time: str = ""  # why step times of this source say nothing, if they do not
     flops: str = ""
     recompute: str = ""
     zero_stage: str = ""  # where the column is blank
+    vocabulary: int = 51200  # where the column is blank: GPT-2's, padded
 
 
 @cache
@@ -125,7 +127,7 @@ def read_run(row: Mapping[str, str], number: int) -> PublishedRun:
     if spreads:
         layout = replace(layout, schedule="vocabulary_1f1b" if layout.schedule == "1f1b" else layout.schedule)
     out_of_memory = "OOM on" in row.get("notes", "") or "published as OOM" in row.get("notes", "")
-    step_time_s = None if out_of_memory else _step_time_s(row, job, source)
+    step_time_s = None if out_of_memory or source.time else _step_time_s(row, job, source)
     memory = _memory_bytes(row, source)
     if step_time_s is None and memory is None and not out_of_memory:
         raise Unmodelled("neither time nor memory is stated")
@@ -161,7 +163,7 @@ def _config(row: Mapping[str, str], software: Software) -> TransformerConfig:
         num_layers=_int(row["layers"]),
         hidden=_int(row["hidden"]),
         num_heads=_int(row["heads"]),
-        vocab=_int(row["vocab"]) if row["vocab"] else 51200,
+        vocab=_vocabulary(row),
         sequence=_int(row["seq_len"]),
         ffn_hidden=ffn,
         num_kv_heads=_int(row["kv_heads"]) if row["kv_heads"] else 0,
@@ -178,9 +180,12 @@ def _config(row: Mapping[str, str], software: Software) -> TransformerConfig:
     if not row["params_b"]:
         return config
     published = float(row["params_b"]) * 1e9
-    gated = replace(config, is_gated=True)
-    errors = [abs(transformer_profile(each, 1).num_parameters - published) for each in (config, gated)]
-    return gated if errors[1] < errors[0] else config
+    choices = [replace(config, is_gated=gated) for gated in (False, True)]
+    return min(choices, key=lambda each: abs(transformer_profile(each, 1).num_parameters - published))
+
+
+def _vocabulary(row: Mapping[str, str]) -> int:
+    return _int(row["vocab"]) if row["vocab"] else _source_of(row).vocabulary
 
 
 def _with_experts(config: TransformerConfig, model: str, experts: int, ffn: int) -> TransformerConfig:
@@ -308,7 +313,7 @@ def _step_time_s(row: Mapping[str, str], job: Job, source: _Source) -> float | N
 
 def _flops_per_token(row: Mapping[str, str], job: Job, source: _Source) -> float:
     layers, hidden, sequence = (_int(row[name]) for name in ("layers", "hidden", "seq_len"))
-    vocab = _int(row["vocab"]) if row["vocab"] else 51200
+    vocab = _vocabulary(row)
     if source.flops == "full_recompute":
         share = 1 + sequence / (6 * hidden) + vocab / (16 * layers * hidden)
         return 96.0 * layers * hidden**2 * share

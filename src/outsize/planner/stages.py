@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.cost.blocks import BlockCosts
+from outsize.cost.idle_share import idle_share
 from outsize.cost.layout import RECOMPUTE_MODES, Assignment, Job, Layout
 from outsize.cost.memory import BUCKET_BYTES, estimate_memory
 from outsize.cost.replicas import gather_wait_s, optimizer_s, reduce_wait_s
@@ -85,7 +86,8 @@ def cut_stages(
         bounds = _balanced_bounds(costs, tuple(legal), layout.num_chunks)
     if bounds is None:
         tables = _StageTables(job, layout, costs, recompute=recompute)
-        bounds = best_walk(tables.cost(legal), tables.tail_s(legal), layout, legal)
+        idle = idle_share(layout, costs.weight_share, ends_together=job.software.ends_together)
+        bounds = best_walk(tables.cost(legal), tables.tail_s(legal), layout.num_microbatches, idle, legal)
         if bounds is None:  # does not fit: show the cuts that come nearest
             bounds = _balanced_bounds(costs, tuple(legal), layout.num_chunks)
     return _fill(job, layout, costs, bounds, recompute=recompute)
@@ -105,7 +107,7 @@ class _StageTables:
         extra = costs.again_by_mode[RECOMPUTE_MODES.index(layout.base_recompute)]
         compute = _ranges(costs.forward_s + costs.backward_s + extra)[pick]
         held, trained = (table[pick] for table in self._held())
-        other = _ranges(2 * costs.communication_s)[pick] + self._send_s()[pick]
+        other = _ranges(costs.exchange_s)[pick] + self._send_s()[pick]
         full_s = _ranges(costs.full_s - extra)[pick]
         state = self._state_bytes()[pick]
         kept = _ranges(self._base_saved())[pick]
@@ -185,7 +187,9 @@ class _StageTables:
         slower = job.cluster.weakest_device().rate(job.precision) / stage_devices(job, layout)[0].rate(
             job.precision
         )
-        backward = _ranges(costs.backward_s)[0, legal] * slower + _ranges(costs.communication_s)[0, legal]
+        backward = (
+            _ranges(costs.backward_s)[0, legal] * slower + _ranges(costs.backward_communication_s)[0, legal]
+        )
         reduce = reduce_wait_s(job, layout, parameters=held, trainable=trained, backward_s=backward)
         tail: Array = reduce + optimizer_s(job, layout, trained)
         return tail

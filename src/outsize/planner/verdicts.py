@@ -163,7 +163,7 @@ def _imbalance(shown: Evaluated) -> float:
     layout, parts = shown.layout, shown.estimate.by_part_s
     each = sum(parts[name] for name in ("compute", "recompute", "tensor_parallel", "pipeline_send"))
     slowest = each / layout.num_microbatches
-    return layout.mesh.pp * slowest / (parts["bubble"] / layout.idle_share + slowest)
+    return layout.mesh.pp * slowest / (parts["bubble"] / shown.estimate.idle_share + slowest)
 
 
 def _saturation(job: Job, shown: Evaluated) -> str:
