@@ -92,7 +92,7 @@ def train_reference(
     losses, norms, gradients = [], [], {}
     for batch in batches:
         optimizer.zero_grad()
-        loss = model(**batch).loss
+        loss = model(**batch)["loss"]
         loss.backward()
         if not gradients:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
