@@ -46,8 +46,8 @@ def gpt2(**changes) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with torch.device("meta"):
-        config = GPT2Config(vocab_size=32000, n_embd=1024, n_head=16, n_layer=3, n_positions=512, **changes)
-        return GPT2LMHeadModel(config)
+        settings = {"vocab_size": 32000, "n_embd": 1024, "n_head": 16, "n_layer": 3, "n_positions": 512}
+        return GPT2LMHeadModel(GPT2Config(**settings | changes))
 
 
 def conversions(program: Program, sharding: Sharding, module_path: str) -> Counter[str]:
@@ -167,6 +167,19 @@ def test_the_fused_projection_of_gpt2_is_split_within_query_key_and_value():
     assert conversions(program, sharding, "transformer.h.1") == {"P -> R": 2, "R -> R~": 2}
 
 
+def test_six_heads_over_four_ranks_are_split_two_two_one_one():
+    """The widths of their projections are cut at heads, and the plan says so; a vocabulary of 50,257 too."""
+    program = record(llama(num_attention_heads=6, num_key_value_heads=6, hidden_size=768), tokens(2, 511))
+    costs = ShardingCosts(4, held_parameter_s_per_byte=1e-11)  # else it evens out what ranks hold
+    layer = texts(plan_sharding(program, 4, costs=costs), "layers.1.self_attn")
+    assert [layer.pop(f"model.layers.1.self_attn.{n}_proj.weight") for n in "qkvo"] == [
+        *["S0[768]/6"] * 3,
+        "S1[768]/6",
+    ]
+    tied = record(gpt2(vocab_size=50257), tokens(1, 511))
+    assert plan_sharding(tied, 4).parameters["transformer.wte.weight"] == "S0[50257]"
+
+
 def test_copies_of_a_block_share_one_decision_whatever_their_number():
     """Twelve layers take about as long as three, and every layer is split alike."""
     program = record(llama(num_hidden_layers=12), tokens(1, 511))
@@ -200,10 +213,10 @@ def test_a_memory_limit_is_kept():
 
 
 def test_a_model_without_a_size_that_divides_is_refused_with_the_reason():
-    """Five does not go into 7 x 7."""
+    """Eight ranks cannot share seven of anything."""
     program = record(nn.Linear(7, 7), torch.zeros(7, 7))
-    with pytest.raises(PlanError, match="no operator has a size that 5 divides"):
-        plan_sharding(program, 5)
+    with pytest.raises(PlanError, match="no operator has a size of 8 or more that can be divided"):
+        plan_sharding(program, 8)
 
 
 def test_a_split_for_another_model_is_refused():

@@ -18,6 +18,8 @@ PLACEMENTS = [
     Shard(0),
     Shard(1),
     Shard(1, (6, 12)),
+    Shard(0, (12,), atoms=4),
+    Shard(1, (7, 11)),
 ]
 OF_GRADIENT = {Replicate(): Replicate(), Replicate(True): Partial(), Partial(): Replicate()}
 
@@ -32,8 +34,8 @@ def shares(whole: torch.Tensor, placement, rank: int, degree: int) -> torch.Tens
 
 
 def gathered(local: torch.Tensor, placement, degree: int) -> torch.Tensor:
-    parts = [torch.empty_like(local) for _ in range(degree)]
-    dist.all_gather(parts, local.detach().contiguous())
+    parts: list = [None] * degree
+    dist.all_gather_object(parts, local.detach())
     if isinstance(placement, Replicate):
         assert all(torch.equal(part, parts[0]) for part in parts)
     return join_shards(parts, placement)

@@ -17,6 +17,7 @@ from outsize.model.stage_module import StageModule
 from outsize.plan.sharding import Sharding
 from outsize.planner.sharding import plan_sharding
 from outsize.planner.sharding_costs import ShardingCosts
+from outsize.planner.sharding_overrides import ShardingOverrides
 from outsize.runtime.collectives import set_axis_group
 from outsize.runtime.tensor_parallel import lower, parameter_placements
 
@@ -87,12 +88,19 @@ FAMILIES = {
     "qwen3": qwen3,
     "gpt2": gpt2,
 }
+HEADS = {
+    "*.q_proj.weight": "S0[24]/6", "*.k_proj.weight": "S0[24]/6", "*.v_proj.weight": "S0[24]/6",
+    "*.o_proj.weight": "S1[24]/6",
+}  # fmt: skip
+# name -> model, degree, what the user decides
 UNEVEN = {
-    "three_heads": lambda: llama(hidden_size=24, num_attention_heads=3, num_key_value_heads=3),
-    "one_key_value_head": lambda: llama(num_key_value_heads=1),
-    "odd_vocabulary": lambda: llama(vocab_size=31),
-    "odd_width": lambda: llama(intermediate_size=23),
-    "gpt2_three_heads": lambda: gpt2(n_embd=24, n_head=3, vocab_size=31),
+    "six_heads": (lambda: llama(hidden_size=24, num_attention_heads=6, num_key_value_heads=6), 4, HEADS),
+    "one_key_value_head": (lambda: llama(num_key_value_heads=1), 4, {"*.q_proj.weight": "S0"}),
+    "two_key_value_heads": (lambda: llama(num_key_value_heads=2), 4, {"*.q_proj.weight": "S0"}),
+    "odd_vocabulary": (lambda: llama(vocab_size=31, tie_word_embeddings=True), 4, {"*.embed*": "S0"}),
+    "odd_middle": (lambda: llama(intermediate_size=23), 4, {"*.up_*": "S0", "*.down_*": "S1"}),
+    "odd_width": (lambda: gpt2(n_embd=15, n_head=3), 2, {"*.wte.weight": "S1"}),
+    "fused_three_heads": (lambda: gpt2(n_embd=24, n_head=3), 2, {"*.c_attn.*ight": "S1[24,24,24]/3"}),
 }
 
 
@@ -119,14 +127,18 @@ class Whole:
 
 def build(name: str, num_tokens: int) -> tuple[nn.Module, Program, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    module = (FAMILIES | UNEVEN)[name]().to(torch.float64)
+    factory = FAMILIES[name] if name in FAMILIES else UNEVEN[name][0]
+    module = factory().to(torch.float64)
     entries = batch(module.config.vocab_size, num_tokens)
     return module, in_double(record_module(module, entries, granularity="operators")), entries
 
 
-def whole(name: str, degree: int, costs: str, num_tokens: int = 6) -> Whole:
+def whole(
+    name: str, degree: int, costs: str, num_tokens: int = 6, overrides: ShardingOverrides | None = None
+) -> Whole:
     module, program, entries = build(name, num_tokens)
-    sharding = plan_sharding(program, degree, costs=ShardingCosts(degree, **COSTS[costs]))
+    costs = ShardingCosts(degree, **COSTS[costs])
+    sharding = plan_sharding(program, degree, costs=costs, overrides=overrides)
     initial = {n: p.detach().clone() for n, p in module.named_parameters()}
     losses, gradients = train(program, module, entries)
     trained = {n: p.detach() for n, p in module.named_parameters()}
@@ -161,7 +173,7 @@ def check_rank(rank: int, model: Whole) -> dict[str, torch.Tensor]:
     module, program, entries = build(model.name, model.num_tokens)
     for name, parameter in module.named_parameters():
         parameter.data = held(name, model.initial[name])
-    losses, gradients = train(lower(program, model.sharding), module, entries)
+    losses, gradients = train(lower(program, model.sharding, rank=rank), module, entries)
     for name, parameter in module.named_parameters():
         for found, expected in ((gradients[name], model.gradients), (parameter.detach(), model.trained)):
             difference = (found - held(name, expected[name])).abs().max()
@@ -197,7 +209,8 @@ def test_split_training_equals_one_process(family, degree, costs):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("sizes", UNEVEN)
-def test_sizes_that_do_not_divide_stay_exact(sizes):
-    """What cannot be divided is replicated, and nothing else changes."""
-    run_everywhere(whole(sizes, 2, "memory", num_tokens=5))
+@pytest.mark.parametrize("name", UNEVEN)
+def test_sizes_that_do_not_divide_are_split_and_exact(name):
+    """Ranks hold more or less of what cannot be divided evenly, and nothing else changes."""
+    _, degree, placements = UNEVEN[name]
+    run_everywhere(whole(name, degree, "time", 5, ShardingOverrides(placements)))

@@ -56,7 +56,9 @@ def operators_of(program: Program, degree: int) -> list[OperatorSplits]:
             name=str(signature.target),
             shapes=tuple(spec.shape for spec in signature.inputs),
             count=counts[key],
-            splits=tuple(rule for rule in finder.rules(signature) if rule.is_split),
+            splits=tuple(
+                rule for rule in (*finder.rules(signature), *finder.uneven_rules(signature)) if rule.is_split
+            ),
             module_path=module_path,
         )
         for key, (signature, module_path) in first.items()

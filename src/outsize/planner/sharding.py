@@ -23,6 +23,7 @@ from outsize.plan.sharding import REPLICATED, UNUSED, Sharding, ShardingRule
 from outsize.planner.sharding_classes import NodeClass, ValueGroup, classify_nodes, group_values
 from outsize.planner.sharding_costs import ShardingCosts, forward_flops, local_bytes
 from outsize.planner.sharding_options import NodeOptions
+from outsize.planner.sharding_overrides import ShardingOverrides
 from outsize.planner.sharding_problem import ChoiceProblem, Edge
 
 __all__ = ["plan_module_sharding", "plan_sharding"]
@@ -38,24 +39,29 @@ def plan_module_sharding(
     *,
     costs: ShardingCosts | None = None,
     parameter_limit_bytes: float | None = None,
+    overrides: ShardingOverrides | None = None,
 ) -> Sharding:
     """Return the split of a module called with ``batch``, in its present mode and in evaluation mode.
 
     Raises:
-        PlanError: nothing in the module can be split, or the limit is too small.
+        PlanError: nothing in the module can be split, the limit is too small, or an override does not fit.
         RecordingError: the forward cannot be recorded.
     """
     modes = {part: part.training for part in module.modules()}
     try:
         program = record_module(module, batch, granularity="operators")
-        sharding = plan_sharding(program, degree, costs=costs, parameter_limit_bytes=parameter_limit_bytes)
+        sharding = plan_sharding(
+            program, degree, costs=costs, parameter_limit_bytes=parameter_limit_bytes, overrides=overrides
+        )
         evaluated = record_module(module.eval(), batch, granularity="operators")
     finally:
         for part, mode in modes.items():
             part.training = mode
     if operator_fingerprint(evaluated) == sharding.fingerprint:
         return sharding
-    evaluation = plan_sharding(evaluated, degree, costs=costs, held_as=sharding.parameters)
+    evaluation = plan_sharding(
+        evaluated, degree, costs=costs, held_as=sharding.parameters, overrides=overrides
+    )
     return replace(sharding, evaluation=evaluation)
 
 
@@ -66,16 +72,19 @@ def plan_sharding(
     costs: ShardingCosts | None = None,
     parameter_limit_bytes: float | None = None,
     held_as: Mapping[str, str] | None = None,
+    overrides: ShardingOverrides | None = None,
 ) -> Sharding:
     """Return the split of a recording of operators over ``degree`` ranks with the least cost.
 
     ``parameter_limit_bytes`` is a hard limit on what one rank holds of parameters, gradients and moments.
     ``held_as`` gives the placements of parameters that are split already; the others are then whole.
+    ``overrides`` is what the user decides instead of the search.
 
     Raises:
-        PlanError: the program records whole blocks, nothing in it can be split, or the limit is too small.
+        PlanError: the program records whole blocks, nothing in it can be split, the limit is too small, or
+            an override names nothing or cannot be.
     """
-    search = _Search(program, degree, costs or ShardingCosts(degree), held_as)
+    search = _Search(program, degree, costs or ShardingCosts(degree), held_as, overrides)
     chosen = search.solve(parameter_limit_bytes)
     if not any(rule.is_split for rule in chosen.values()):
         raise PlanError(
@@ -93,12 +102,14 @@ class _Search:
         degree: int,
         costs: ShardingCosts,
         held_as: Mapping[str, str] | None = None,
+        overrides: ShardingOverrides | None = None,
     ) -> None:
         self.program, self.degree, self.costs = program, degree, costs
         self.nodes = live_nodes(program)
         self.finder = RuleFinder(degree, fused_segments(program))
-        self.node_options = NodeOptions(program, self.nodes, self.finder, held_as)
-        self.classes = classify_nodes(program, self.nodes)
+        decided = (overrides or ShardingOverrides()).decisions(program, self.nodes)
+        self.node_options = NodeOptions(program, self.nodes, self.finder, held_as, decided)
+        self.classes = classify_nodes(program, self.nodes, decided)
         self.options = {c.index: self.node_options.of(c.representative) for c in self.classes}
         self.problem = ChoiceProblem()
 
@@ -122,7 +133,7 @@ class _Search:
     def why_nothing_is_split(self) -> str:
         """Say whether splits exist at all."""
         if not any(rule.is_split for rules in self.options.values() for rule in rules):
-            return f"no operator has a size that {self.degree} divides"
+            return f"no operator has a size of {self.degree} or more that can be divided"
         return "communication would cost more than it saves"
 
     def _option_costs(self, node_class: NodeClass) -> list[float]:

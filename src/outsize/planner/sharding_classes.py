@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outsize.model.operator_rules.signature import signature_of
@@ -42,11 +42,14 @@ class ValueGroup:
     count: int
 
 
-def classify_nodes(program: Program, nodes: Sequence[int]) -> list[NodeClass]:
-    """Return the classes of ``nodes``, in the order of their representatives."""
+def classify_nodes(program: Program, nodes: Sequence[int], decided: Mapping[int, str]) -> list[NodeClass]:
+    """Return the classes of ``nodes``, in the order of their representatives.
+
+    ``decided`` are the nodes that the user has decided, in which copies of a block may differ.
+    """
     by_key: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for block in _blocks(program, nodes):
-        key = _block_key(program, block)
+        key = _block_key(program, block, decided)
         for position, index in enumerate(block):
             by_key[key, position].append(index)
     ordered = sorted(by_key.values(), key=lambda members: members[0])
@@ -62,7 +65,7 @@ def _blocks(program: Program, nodes: Sequence[int]) -> list[list[int]]:
     return list(blocks.values())
 
 
-def _block_key(program: Program, block: list[int]) -> tuple[object, ...]:
+def _block_key(program: Program, block: list[int], decided: Mapping[int, str]) -> tuple[object, ...]:
     if len(block) == 1:
         return (block[0],)
     position = {
@@ -73,7 +76,7 @@ def _block_key(program: Program, block: list[int]) -> tuple[object, ...]:
     for index in block:
         node = program.nodes[index]
         wiring = tuple(position.get(v) or outside.setdefault(v, len(outside)) for v in node.inputs)
-        described.append((_node_key(program, node), wiring))
+        described.append((_node_key(program, node), wiring, decided.get(index, "")))
     return tuple(described)
 
 

@@ -43,7 +43,9 @@ class ShardingCosts:
         """Seconds in forward and backward to bring a value from one placement to another."""
         forward, backward = _collectives(before, after)
         names = [*forward, *(backward if spec.requires_grad else ())]
-        return sum(self.collective_s(name, spec.num_bytes) for name in names) + _PREFERENCE * len(names)
+        shards = [placement for placement in (before, after) if isinstance(placement, Shard)]
+        sent = max((local_bytes(spec, s, self.degree) * self.degree for s in shards), default=spec.num_bytes)
+        return sum(self.collective_s(name, sent) for name in names) + _PREFERENCE * len(names)
 
     def collective_s(self, name: str, num_bytes: float) -> float:
         """Seconds of one collective over the axis on a value of ``num_bytes`` in all (ring)."""
@@ -59,16 +61,23 @@ class ShardingCosts:
         """Seconds of an operator in forward and backward under a rule, and the price of what it keeps."""
         if is_view:
             return 0.0
-        kept = sum(
-            local_bytes(s, p, self.degree) for s, p in zip(signature.outputs, rule.outputs, strict=True)
-        )
-        read = sum(local_bytes(s, p, self.degree) for s, p in zip(signature.inputs, rule.inputs, strict=True))
-        own_flops = flops / self.degree if rule.is_split else flops
+        kept = self._held(signature.outputs, rule.outputs)
+        read = self._held(signature.inputs, rule.inputs)
+        own_flops = flops * self._largest_share(signature, rule)
         seconds = max(own_flops / self.flops_per_s, (kept + read) / self.memory_bytes_per_s)
         if not any(spec.requires_grad for spec in signature.outputs):
             return seconds
         is_passing = any(isinstance(placement, Partial) for placement in rule.outputs)
         return seconds * 3 + (0 if is_passing else kept) * self.held_activation_s_per_byte
+
+    def _largest_share(self, signature: OperatorSignature, rule: OperatorRule) -> float:
+        """The part of the work that the first rank does, which has no less than any other."""
+        specs = (*signature.inputs, *signature.outputs)
+        for spec, placement in zip(specs, (*rule.inputs, *rule.outputs), strict=True):
+            if isinstance(placement, Shard):
+                size = spec.shape[placement.dim]
+                return placement.length(size, self.degree, 0) / size
+        return 1.0
 
     def _held(self, specs: Sequence[TensorSpec], placements: Sequence[Placement]) -> int:
         return sum(local_bytes(s, p, self.degree) for s, p in zip(specs, placements, strict=True))
@@ -104,13 +113,16 @@ def _collectives(before: Placement, after: Placement) -> tuple[tuple[str, ...], 
 
 
 def local_bytes(spec: TensorSpec, placement: Placement, degree: int) -> int:
-    """Bytes one rank holds of a value."""
+    """Bytes the rank that holds most of a value has of it."""
     return math.prod(local_shape(spec.shape, placement, degree)) * spec.dtype.itemsize
 
 
 def forward_flops(signature: OperatorSignature) -> float:
     """FLOPs of the whole operator; 0 for those that only move memory."""
     packet = getattr(signature.target, "_overloadpacket", None)
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        queries, keys, values = (spec.shape for spec in signature.inputs[:3])
+        return 2.0 * math.prod(queries[:3]) * keys[2] * (queries[3] + values[3])  # torch does not count it
     count = flop_registry.get(packet)
     if count is None:
         return 0.0

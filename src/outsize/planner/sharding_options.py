@@ -9,9 +9,11 @@ from outsize.errors import PlanError
 from outsize.model.operator_rules.discover import RuleFinder
 from outsize.model.operator_rules.placement import Placement, Replicate, Shard, parse_placement
 from outsize.model.operator_rules.rule import OperatorRule
-from outsize.model.operator_rules.signature import OperatorSignature, signature_of
+from outsize.model.operator_rules.signature import signature_of
+from outsize.model.operator_rules.uneven import atom_counts
 from outsize.model.program import Node, NodeKind, Program
 from outsize.model.slice import tainted_nodes
+from outsize.planner.sharding_overrides import decided_placements
 
 __all__ = ["NodeOptions", "storages_written_between_reads"]
 
@@ -19,7 +21,8 @@ __all__ = ["NodeOptions", "storages_written_between_reads"]
 class NodeOptions:
     """The rules each of ``nodes`` may take; the first is always to run replicated.
 
-    With ``held_as``, parameters have no choice: they are split as it says, or whole.
+    With ``held_as``, parameters have no choice: they are split as it says, or whole. ``decided`` are
+    placements of parameters, and operators to run whole, by node.
     """
 
     def __init__(
@@ -28,12 +31,15 @@ class NodeOptions:
         nodes: Sequence[int],
         finder: RuleFinder,
         held_as: Mapping[str, str] | None = None,
+        decided: Mapping[int, str] | None = None,
     ) -> None:
+        self._decided = decided or {}
         self.program = program
         self.nodes = nodes
         self._finder = finder
         self._tainted = tainted_nodes(program)
         self._pinned = storages_written_between_reads(program, nodes)
+        self._atoms: Mapping[int, set[int]] = {}
         self._of_parameter = self._parameter_placements()
         if held_as is not None:
             for _, node in program.nodes_of_kind(NodeKind.PARAMETER):
@@ -44,7 +50,14 @@ class NodeOptions:
         """Return the options of a node."""
         node = self.program.nodes[index]
         if node.kind is NodeKind.PARAMETER:
-            return [OperatorRule((), (placement,)) for placement in self._of_parameter[node.outputs[0]]]
+            placements = self._of_parameter[node.outputs[0]]
+            if index in self._decided:
+                spec = self.program.specs[node.outputs[0]]
+                text = self._decided[index]
+                placements = decided_placements(
+                    str(node.target), text, spec.shape, placements, self._finder.degree
+                )
+            return [OperatorRule((), (placement,)) for placement in placements]
         replicated = OperatorRule.replicated(len(node.inputs), len(node.outputs))
         if node.kind is not NodeKind.OPERATOR or not self._tainted[index] or self._is_pinned(node):
             return [replicated]
@@ -53,7 +66,8 @@ class NodeOptions:
             options.append(
                 OperatorRule.replicated(len(node.inputs), len(node.outputs), partial_gradient=True)
             )
-        options += self._finder.rules(signature_of(self.program, node))
+        if index not in self._decided:
+            options += self._rules(node)
         return list(dict.fromkeys(self._without_idle_marks(node, option) for option in options))
 
     def _is_pinned(self, node: Node) -> bool:
@@ -89,22 +103,30 @@ class NodeOptions:
             node = self.program.nodes[index]
             for position, value in enumerate(node.inputs):
                 if value in found and node.kind is NodeKind.OPERATOR and not self._is_pinned(node):
-                    needed = (rule.inputs[position] for rule in self._finder.rules(self._signature(node)))
+                    needed = (rule.inputs[position] for rule in self._rules(node))
                     new = dict.fromkeys(placement for placement in needed if isinstance(placement, Shard))
                     found[value] += [placement for placement in new if placement not in found[value]]
         return found
 
-    def _signature(self, node: Node) -> OperatorSignature:
-        return signature_of(self.program, node)
+    def _rules(self, node: Node) -> tuple[OperatorRule, ...]:
+        signature = signature_of(self.program, node)
+        return (*self._finder.rules(signature), *self._finder.uneven_rules(signature, self._atoms))
 
     def _find_all_rules(self) -> None:
-        self._finder.find_all(
-            [
-                self._signature(self.program.nodes[index])
-                for index in self.nodes
-                if self.program.nodes[index].kind is NodeKind.OPERATOR and self._tainted[index]
-            ]
-        )
+        """Find the rules of all operators, and with them how sizes that do not divide may be cut."""
+        signatures = [
+            signature_of(self.program, self.program.nodes[index])
+            for index in self.nodes
+            if self.program.nodes[index].kind is NodeKind.OPERATOR and self._tainted[index]
+        ]
+        self._finder.find_all(signatures)
+        distinct = {signature.key: signature for signature in signatures}.values()
+        rules = ((signature, rule) for signature in distinct for rule in self._finder.kinds(signature))
+        self._atoms = atom_counts(rules, self._widths(), self._finder.degree)
+
+    def _widths(self) -> set[int]:
+        nodes = (node for _, node in self.program.nodes_of_kind(NodeKind.PARAMETER))
+        return {size for node in nodes for size in self.program.specs[node.outputs[0]].shape}
 
 
 def storages_written_between_reads(program: Program, nodes: Sequence[int]) -> set[int]:

@@ -67,15 +67,14 @@ def sharded_entry(local: torch.Tensor, placement: Shard, degree: int, rank: int)
     """Return the entry of the shard that ``rank`` of ``degree`` holds."""
     values, dim = local.detach(), placement.dim
     whole = list(values.shape)
-    whole[dim] *= degree
+    whole[dim] = sum(placement.segments) or whole[dim] * degree
     chunks: dict[torch.Size, torch.Tensor] = {}
-    segment_start = local_start = 0
-    for size in placement.pieces(whole[dim]):
-        length = size // degree
+    local_start = 0
+    for start, length in placement.ranges(whole[dim], degree, rank):
         offset = [0] * values.dim()
-        offset[dim] = segment_start + rank * length
+        offset[dim] = start
         chunks[torch.Size(offset)] = values.narrow(dim, local_start, length)
-        segment_start, local_start = segment_start + size, local_start + length
+        local_start += length
     return CheckpointEntry(torch.Size(whole), chunks)
 
 

@@ -14,6 +14,7 @@ Placements are explained in :mod:`outsize.model.operator_rules.placement`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from outsize.model.operator_rules.hand_rules import KERNELS
+from outsize.model.operator_rules.hand_rules import KERNELS, Part
 from outsize.model.operator_rules.placement import Partial, Placement, Replicate, Shard
 from outsize.model.operator_rules.shards import join_shards, shard_of
 
@@ -64,18 +65,35 @@ class AxisGroup:
         local = tensor.detach().contiguous()
         if local.dtype == torch.bool:
             return self.all_gather(local.to(torch.uint8), placement).to(torch.bool)
+        if placement.segments:
+            return join_shards(self._gather_uneven(local, placement), placement)
         gathered = local.new_empty((self.degree * local.shape[0], *local.shape[1:]))
         _all_gather_single(gathered, local, group=self.group)
-        if placement.dim == 0 and not placement.segments:
-            return gathered
-        return join_shards(gathered.chunk(self.degree), placement)
+        return gathered if placement.dim == 0 else join_shards(gathered.chunk(self.degree), placement)
+
+    def _gather_uneven(self, local: torch.Tensor, placement: Shard) -> list[torch.Tensor]:
+        """Return the shards of all ranks, sent as if all were as long as the longest."""
+        size = sum(placement.segments)
+        shapes = [
+            (*local.shape[: placement.dim], length, *local.shape[placement.dim + 1 :])
+            for length in (placement.length(size, self.degree, rank) for rank in range(self.degree))
+        ]
+        longest = max(map(math.prod, shapes))
+        gathered = local.new_empty(self.degree * longest)
+        _all_gather_single(gathered, _padded(local, longest), group=self.group)
+        rows = gathered.chunk(self.degree)
+        return [row[: math.prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]
 
     def reduce_scatter(self, tensor: torch.Tensor, placement: Shard) -> torch.Tensor:
         """Return this rank's shard of the sum over the ranks."""
         parts = [shard_of(tensor.detach(), placement, self.degree, rank) for rank in range(self.degree)]
-        result = torch.empty_like(parts[0])
-        _reduce_scatter_single(result, torch.cat(parts), group=self.group)
-        return result
+        longest = max(part.numel() for part in parts)
+        result = parts[0].new_empty(longest)
+        _reduce_scatter_single(
+            result, torch.cat([_padded(part, longest) for part in parts]), group=self.group
+        )
+        own = parts[self.rank]
+        return result[: own.numel()].view(own.shape)
 
     def shard(self, tensor: torch.Tensor, placement: Shard) -> torch.Tensor:
         """Return this rank's shard of a tensor that every rank holds."""
@@ -87,14 +105,25 @@ class AxisGroup:
 
     def pad(self, tensor: torch.Tensor, placement: Shard) -> torch.Tensor:
         """Return this rank's shard with zeros where the other ranks' shards are."""
-        empty = torch.zeros_like(tensor)
-        return join_shards(
-            [tensor.detach() if rank == self.rank else empty for rank in range(self.degree)], placement
-        )
+        shape, dim = list(tensor.shape), placement.dim
+        shape[dim] = sum(placement.segments) or shape[dim] * self.degree
+        whole = tensor.new_zeros(shape)
+        start = 0
+        for first, length in placement.ranges(shape[dim], self.degree, self.rank):
+            whole.narrow(dim, first, length).copy_(tensor.detach().narrow(dim, start, length))
+            start += length
+        return whole
 
     def keep_on_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the first rank and zeros on the others."""
         return tensor.detach().clone() if self.rank == 0 else torch.zeros_like(tensor)
+
+
+def _padded(tensor: torch.Tensor, num_elements: int) -> torch.Tensor:
+    """Return the elements in a row, with anything after them up to ``num_elements``."""
+    row = tensor.reshape(-1)
+    missing = num_elements - row.numel()
+    return row if missing == 0 else torch.cat([row, row.new_zeros(missing)])
 
 
 _GROUPS: dict[str, AxisGroup] = {}
@@ -138,11 +167,12 @@ class SplitKernel:
     """Runs a hand-written function in place of an operator, on this rank's shards."""
 
     name: str
+    part: Part  # this rank's, of the dim that is split
     axis: str = "tp"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function; see :mod:`outsize.model.operator_rules.hand_rules`."""
-        return KERNELS[self.name](axis_group(self.axis), *args, **kwargs)
+        return KERNELS[self.name](axis_group(self.axis), self.part, *args, **kwargs)
 
     def __str__(self) -> str:
         return f"{self.axis}[{self.name}]"

@@ -61,7 +61,7 @@ class Executions:
                 self._batch(entries),
                 granularity="blocks" if self._plan.sharding is None else "operators",
             )
-        made = place_stages(self._plan, recording)
+        made = place_stages(self._plan, recording, self._mesh.coordinates["tp"])
         self._placements.append((key, made))
         if len(self._placements) > MAX_KEPT:
             self._forget(self._placements.pop(0)[1])

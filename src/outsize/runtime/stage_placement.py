@@ -37,7 +37,7 @@ class StagePlacement:
         return [part for part in self.slices if ranks[part.index] == pipeline_rank]
 
 
-def place_stages(plan: Plan, recording: Program) -> StagePlacement:
+def place_stages(plan: Plan, recording: Program, tensor_parallel_rank: int) -> StagePlacement:
     """Lower the recording where the plan splits operators, cut it where the plan says, make its schedule.
 
     Raises:
@@ -56,6 +56,8 @@ def place_stages(plan: Plan, recording: Program) -> StagePlacement:
             attempt=f"{schedule.num_stages} entries of `stages`, one for each.",
         )
     validate_schedule(schedule)
-    program = recording if plan.sharding is None else lower(recording, plan.sharding)
+    program = recording
+    if plan.sharding is not None:
+        program = lower(recording, plan.sharding, rank=tensor_parallel_rank)
     cuts = [find_cut(program, stage.begins_at) for stage in plan.stages[1:]]
     return StagePlacement(recording, program, slice_program(program, cuts), schedule)

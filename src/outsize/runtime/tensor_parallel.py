@@ -21,6 +21,7 @@ from outsize.errors import PlanError
 from outsize.model.fingerprint import operator_fingerprint
 from outsize.model.liveness import wanted_values
 from outsize.model.operator_rules.discover import RANDOM_BY_ELEMENT
+from outsize.model.operator_rules.hand_rules import Part
 from outsize.model.operator_rules.placement import Placement, Replicate, Shard, parse_placement
 from outsize.model.operator_rules.rule import OperatorRule
 from outsize.model.operator_rules.shards import local_shape, shard_of
@@ -34,8 +35,10 @@ _ONE_TENSOR = tree_flatten(((0,), {}))[1]
 _RESHAPED = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
-def lower(program: Program, sharding: Sharding, *, axis: str = "tp") -> Program:
-    """Return the program of one rank. Of the model's outputs it keeps the loss, where there is one.
+def lower(program: Program, sharding: Sharding, *, rank: int = 0, axis: str = "tp") -> Program:
+    """Return the program of ``rank`` on the axis; those of other ranks differ in sizes cut unevenly.
+
+    Of the model's outputs it keeps the loss, where there is one.
 
     Raises:
         PlanError: the sharding was made for another model, or sizes do not divide as it needs.
@@ -49,7 +52,7 @@ def lower(program: Program, sharding: Sharding, *, axis: str = "tp") -> Program:
             why="the recorded operators differ from those the plan was made for",
             attempt="plan again for this model",
         )
-    return _Lowering(program, sharding, axis).run()
+    return _Lowering(program, sharding, rank, axis).run()
 
 
 def parameter_placements(sharding: Sharding) -> dict[str, Shard]:
@@ -71,8 +74,8 @@ def select_shard(sharding: Sharding, rank: int) -> Callable[[str, torch.Tensor],
 
 
 class _Lowering:
-    def __init__(self, program: Program, sharding: Sharding, axis: str) -> None:
-        self.program, self.degree, self.axis = program, sharding.degree, axis
+    def __init__(self, program: Program, sharding: Sharding, rank: int, axis: str) -> None:
+        self.program, self.degree, self.rank, self.axis = program, sharding.degree, rank, axis
         self.rules = [
             OperatorRule(
                 inputs=tuple(map(parse_placement, rule.inputs)),
@@ -126,7 +129,7 @@ class _Lowering:
             for argument in node.arguments
         ]
         for position in rule.local_arguments:
-            arguments[position] = self._divided(arguments[position], node)
+            arguments[position] = self._divided(arguments[position], rule, node)
         self.moved_to[index] = len(self.nodes)
         self.nodes.append(
             replace(
@@ -147,33 +150,39 @@ class _Lowering:
 
     def _make(self, value: int, placement: Placement, node: Node) -> None:
         spec = self.program.specs[value]
-        if isinstance(placement, Shard) and not placement.divides(spec.shape, self.degree):
+        if isinstance(placement, Shard) and not placement.fits(spec.shape, self.degree):
             raise PlanError(
                 f"Dim {placement.dim} of a value of shape {list(spec.shape)} cannot be cut in {self.degree}.",
                 why=f"the plan splits it there, in module {node.module_path or 'at the top'}",
                 attempt="plan again with this batch size",
             )
         self.placements[value] = placement
-        self.specs[value] = replace(spec, shape=local_shape(spec.shape, placement, self.degree))
+        self.specs[value] = replace(spec, shape=local_shape(spec.shape, placement, self.degree, self.rank))
         self.storages[value] = self.program.storages[value]
 
     def _target(self, node: Node, rule: OperatorRule) -> str | Callable[..., Any]:
         if rule.kernel:
-            return SplitKernel(rule.kernel, self.axis)
+            return SplitKernel(rule.kernel, self._part(node, rule), self.axis)
         if node.target in _RESHAPED:  # shards and gathered values may lie in memory another way
             return torch.ops.aten.reshape.default
         if node.target in RANDOM_BY_ELEMENT and rule.is_split:
             return OwnRandomStream(node.target, self.axis)
         return node.target
 
-    def _divided(self, size: Any, node: Node) -> int:
-        if size % self.degree:
+    def _part(self, node: Node, rule: OperatorRule) -> Part:
+        pairs = zip(rule.inputs, node.inputs, strict=True)
+        placement, value = next((p, value) for p, value in pairs if isinstance(p, Shard))
+        return Part.of(placement, self.program.specs[value].shape, self.degree, self.rank)
+
+    def _divided(self, size: Any, rule: OperatorRule, node: Node) -> int:
+        local = rule.local_size(size, self.degree, self.rank)
+        if local is None:
             raise PlanError(
                 f"A size of {size} in {node.target} cannot be divided by {self.degree}.",
                 why=f"the plan splits it, in module {node.module_path or 'at the top'}",
                 attempt="plan again with this batch size",
             )
-        return int(size // self.degree)
+        return local
 
     def _as(self, value: int, needed: Placement, reader: Node) -> int:
         """Return the value in the placement needed, converting it where it is first needed."""
@@ -203,7 +212,7 @@ class _Lowering:
             )
         )
         spec = self.program.specs[value]
-        self.specs[made] = replace(spec, shape=local_shape(spec.shape, needed, self.degree))
+        self.specs[made] = replace(spec, shape=local_shape(spec.shape, needed, self.degree, self.rank))
         self.storages[made] = self._next_storage
         self._next_storage += 1
         return made

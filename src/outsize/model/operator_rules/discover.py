@@ -8,7 +8,7 @@ do too, the combination is a rule. Every rule is then checked on fresh values at
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from outsize.model.operator_rules.rule_cache import RuleCache
 from outsize.model.operator_rules.signature import OperatorSignature
 from outsize.model.operator_rules.trial import Trial, TrialRefused
 from outsize.model.operator_rules.trial_shapes import TrialShapes, shrink_signature
+from outsize.model.operator_rules.uneven import largest_atom_count, with_atoms
 from outsize.model.program import TensorSpec
 
 __all__ = ["RANDOM_BY_ELEMENT", "RuleFinder", "discover_rules"]
@@ -51,6 +52,26 @@ class RuleFinder:
 
     def rules(self, signature: OperatorSignature) -> tuple[OperatorRule, ...]:
         """Return the splits of an operator that divide evenly; empty if it has none."""
+        shapes = _shapes(signature.inputs), _shapes(signature.outputs)
+        even = (rule for rule in self.kinds(signature) if rule.divides(*shapes, self.degree))
+        return tuple(replace(rule, only_even=False) for rule in even)
+
+    def uneven_rules(
+        self, signature: OperatorSignature, atoms: Mapping[int, Collection[int]] | None = None
+    ) -> tuple[OperatorRule, ...]:
+        """Return its splits that do not, cut in what ``atoms`` says for a size, else as finely as can be."""
+        shapes = _shapes(signature.inputs), _shapes(signature.outputs)
+        found: dict[OperatorRule, None] = {}
+        for rule in self.kinds(signature):
+            counts = {largest_atom_count(rule, signature)} if rule.is_split else set()
+            if atoms is not None:
+                counts = {count for size in rule.cut_sizes(*shapes) for count in atoms.get(size, ())}
+            cuts = (rule.cut_in(count, *shapes, self.degree) for count in sorted(counts))
+            found |= dict.fromkeys(cut for cut in cuts if cut is not None)
+        return tuple(found)
+
+    def kinds(self, signature: OperatorSignature) -> tuple[OperatorRule, ...]:
+        """Return the splits of an operator whether or not its sizes divide by the degree."""
         found = self._cache.get(signature.key)
         if found is None:
             self.find_all([signature])
@@ -80,7 +101,7 @@ def discover_rules(
     if signature.target in _WITHOUT_CONTENT:
         yield from _element_wise_rules(signature, degree)
         return
-    relevant = tuple(p for p in segments if sum(p) in _sizes(signature) and not any(x % degree for x in p))
+    relevant = tuple(p for p in segments if sum(p) in _sizes(signature) and min(p) >= degree)
     shapes = shrink_signature(signature, degree, relevant)
     if shapes is None:
         return
@@ -105,7 +126,9 @@ class _Search:
         small_segments = {tuple(self.shapes.size(size) for size in pieces): pieces for pieces in segments}
         for rule in self._small_rules(tuple(small_segments), attempt):
             actual = _with_actual_segments(rule, small_segments)
-            if actual.divides(_shapes(self.actual.inputs), _shapes(self.actual.outputs), self.degree):
+            actual = replace(actual, only_even=rule.is_split and not self._holds_unevenly(rule))
+            divides = actual.divides(_shapes(self.actual.inputs), _shapes(self.actual.outputs), self.degree)
+            if divides or not actual.only_even:
                 yield actual
 
     def _small_rules(self, segments: Segments, attempt: Attempt) -> Iterator[OperatorRule]:
@@ -174,6 +197,20 @@ class _Search:
             return settled
         return settled if self.trials[1].holds(settled, self.degree) else None
 
+    def _holds_unevenly(self, rule: OperatorRule) -> bool:
+        """Try the rule with one rank more than its share: three atoms over two ranks, for example."""
+        signature, moved = with_atoms(self.shapes.signature, rule, self.few + 1)
+        uneven = moved.cut_in(self.few + 1, _shapes(signature.inputs), _shapes(signature.outputs), self.few)
+        try:
+            trial = Trial(signature, seed=3)
+        except (TrialRefused, RuntimeError, NotImplementedError):
+            return False
+        if uneven is None or trial.shapes_of_outputs != _shapes(signature.outputs):
+            return False
+        return trial.holds(uneven, self.few) and (
+            not trial.is_differentiable or trial.with_gradients(uneven, self.few) == uneven
+        )
+
     def _fits(self, rule: OperatorRule) -> bool:
         signature = self.shapes.signature
         return rule.divides(_shapes(signature.inputs), _shapes(signature.outputs), self.few)
@@ -216,10 +253,9 @@ def _element_wise_rules(signature: OperatorSignature, degree: int) -> Iterator[O
     shapes = {spec.shape for spec in (*signature.inputs, *signature.outputs)}
     if signature.target not in RANDOM_BY_ELEMENT | _WITHOUT_CONTENT or len(shapes) != 1:
         return
-    for dim in range(len(signature.inputs[0].shape)):
-        shard = Shard(dim)
-        if shard.divides(signature.inputs[0].shape, degree):
-            yield OperatorRule((shard,) * len(signature.inputs), (shard,) * len(signature.outputs))
+    for dim, size in enumerate(signature.inputs[0].shape):
+        if size >= degree:
+            yield OperatorRule((Shard(dim),) * len(signature.inputs), (Shard(dim),) * len(signature.outputs))
 
 
 def _alike_combinations(options: list[list[Placement]]) -> Iterator[tuple[Placement, ...]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,10 +22,25 @@ from outsize.model.operator_rules.placement import Partial, Replicate, Shard
 from outsize.model.operator_rules.rule import OperatorRule
 from outsize.model.operator_rules.signature import OperatorSignature
 
-__all__ = ["KERNELS", "Axis", "ThreadedAxis", "hand_rules"]
+__all__ = ["KERNELS", "Axis", "Part", "ThreadedAxis", "hand_rules"]
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The elements ``start`` to ``start + length`` of the ``whole`` that this rank has of the dim split."""
+
+    start: int
+    length: int
+    whole: int
+
+    @classmethod
+    def of(cls, placement: Shard, shape: tuple[int, ...], degree: int, rank: int) -> Part:
+        """Return what ``rank`` has of a value of ``shape``."""
+        size = shape[placement.dim]
+        return cls(*placement.ranges(size, degree, rank)[0], size)
 
 
 class Axis(Protocol):
@@ -73,20 +89,19 @@ def hand_rules(signature: OperatorSignature) -> Iterator[OperatorRule]:
             yield OperatorRule((Shard(dim),), (Partial(),), kernel="split_mean")
 
 
-def split_mean(axis: Axis, values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The share of a mean that this rank's elements make up; all ranks hold equally many."""
-    return torch.mean(values, *args, **kwargs) / axis.degree
+def split_mean(_axis: Axis, part: Part, values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The share of a mean that this rank's elements make up."""
+    return torch.mean(values, *args, **kwargs) * (part.length / part.whole)
 
 
 def row_split_embedding(
-    axis: Axis, weight: torch.Tensor, indices: torch.Tensor, padding_idx: int = -1, *_: Any
+    _axis: Axis, part: Part, weight: torch.Tensor, indices: torch.Tensor, padding_idx: int = -1, *_: Any
 ) -> torch.Tensor:
     """Look up the rows this rank holds; rows of other ranks are zero."""
-    num_rows = weight.shape[0]
-    local = indices - axis.rank * num_rows
-    is_foreign = (local < 0) | (local >= num_rows)
-    padding = padding_idx - axis.rank * num_rows
-    padding = padding if padding_idx >= 0 and 0 <= padding < num_rows else -1
+    local = indices - part.start
+    is_foreign = (local < 0) | (local >= part.length)
+    padding = padding_idx - part.start
+    padding = padding if padding_idx >= 0 and 0 <= padding < part.length else -1
     found = aten.embedding.default(weight, local.masked_fill(is_foreign, 0), padding)
     masked: torch.Tensor = found.masked_fill(is_foreign.unsqueeze(-1), 0)
     return masked
@@ -114,7 +129,7 @@ class _ClassSplitLogSoftmax(torch.autograd.Function):
 
 
 def class_split_log_softmax(
-    axis: Axis, logits: torch.Tensor, dim: int, half_to_float: bool = False
+    axis: Axis, _part: Part, logits: torch.Tensor, dim: int, half_to_float: bool = False
 ) -> torch.Tensor:
     """Log-probabilities of the classes this rank holds."""
     if half_to_float:
@@ -124,7 +139,8 @@ def class_split_log_softmax(
 
 
 def class_split_nll_loss(
-    axis: Axis,
+    _axis: Axis,
+    part: Part,
     log_probabilities: torch.Tensor,
     target: torch.Tensor,
     weight: None,
@@ -133,10 +149,9 @@ def class_split_nll_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The share of the loss whose labels are classes of this rank, and the number of labels that count."""
     del weight  # the rule holds only without class weights
-    num_classes = log_probabilities.shape[1]
     counts = target != ignore_index
-    local = target - axis.rank * num_classes
-    is_own = counts & (local >= 0) & (local < num_classes)
+    local = target - part.start
+    is_own = counts & (local >= 0) & (local < part.length)
     picked = log_probabilities.gather(1, local.masked_fill(~is_own, 0).unsqueeze(1)).squeeze(1)
     losses = -picked.masked_fill(~is_own, 0)
     total = counts.sum().to(losses.dtype)

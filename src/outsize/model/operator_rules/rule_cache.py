@@ -64,6 +64,7 @@ def _to_plain(rule: OperatorRule) -> dict[str, object]:
         "outputs": [str(placement) for placement in rule.outputs],
         "local_arguments": rule.local_arguments,
         "kernel": rule.kernel,
+        "only_even": rule.only_even,
     }
 
 
@@ -79,6 +80,7 @@ def _from_plain(values: Mapping[str, object]) -> OperatorRule:
         outputs=tuple(map(parse_placement, outputs)),
         local_arguments=tuple(local),
         kernel=str(kernel),
+        only_even=bool(values["only_even"]),
     )
 
 

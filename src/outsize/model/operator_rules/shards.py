@@ -21,9 +21,9 @@ def shard_of(tensor: torch.Tensor, placement: Placement, degree: int, rank: int)
         return tensor
     if isinstance(placement, Partial):
         raise TypeError("a partial sum has no shard of its own")
-    pieces = torch.split(tensor, list(placement.pieces(tensor.shape[placement.dim])), placement.dim)
-    mine = [piece.chunk(degree, placement.dim)[rank] for piece in pieces]
-    return mine[0].contiguous() if len(mine) == 1 else torch.cat(mine, placement.dim)
+    dim = placement.dim
+    mine = [tensor.narrow(dim, *span) for span in placement.ranges(tensor.shape[dim], degree, rank)]
+    return mine[0].contiguous() if len(mine) == 1 else torch.cat(mine, dim)
 
 
 def split_value(
@@ -42,16 +42,19 @@ def join_shards(shards: Sequence[torch.Tensor], placement: Placement) -> torch.T
         return shards[0]
     if isinstance(placement, Partial):
         return torch.stack(list(shards)).sum(0)
-    if not placement.segments:
+    if len(placement.segments) < 2:
         return torch.cat(list(shards), placement.dim)
-    local = [size // len(shards) for size in placement.segments]
-    parts = [torch.split(shard, local, placement.dim) for shard in shards]
-    ordered = [part[index] for index in range(len(local)) for part in parts]
+    parts = [
+        torch.split(shard, [length for _, length in placement.ranges(0, len(shards), rank)], placement.dim)
+        for rank, shard in enumerate(shards)
+    ]
+    ordered = [part[index] for index in range(len(placement.segments)) for part in parts]
     return torch.cat(ordered, placement.dim)
 
 
-def local_shape(shape: tuple[int, ...], placement: Placement, degree: int) -> tuple[int, ...]:
-    """Return the shape of what one rank holds of a value of ``shape``."""
+def local_shape(shape: tuple[int, ...], placement: Placement, degree: int, rank: int = 0) -> tuple[int, ...]:
+    """Return the shape of what ``rank`` holds of a value of ``shape``; no rank holds more than the first."""
     if not isinstance(placement, Shard):
         return shape
-    return (*shape[: placement.dim], shape[placement.dim] // degree, *shape[placement.dim + 1 :])
+    dim = placement.dim
+    return (*shape[:dim], placement.length(shape[dim], degree, rank), *shape[dim + 1 :])

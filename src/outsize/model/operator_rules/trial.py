@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from outsize.model.operator_rules.hand_rules import KERNELS, ThreadedAxis
+from outsize.model.operator_rules.hand_rules import KERNELS, Part, ThreadedAxis
 from outsize.model.operator_rules.placement import Partial, Placement, Replicate, Shard
 from outsize.model.operator_rules.rule import OperatorRule
-from outsize.model.operator_rules.shards import join_shards, split_value
+from outsize.model.operator_rules.shards import join_shards, local_shape, split_value
 from outsize.model.operator_rules.signature import OperatorSignature
 from outsize.model.program import TensorSpec
 
@@ -43,6 +43,11 @@ class Trial:
     def is_differentiable(self) -> bool:
         """Whether a gradient flows through the operator."""
         return any(gradient is not None for gradient in self.output_gradients)
+
+    @property
+    def shapes_of_outputs(self) -> list[tuple[int, ...]]:
+        """Shapes of the whole outputs."""
+        return [tuple(output.shape) for output in self.outputs]
 
     @property
     def is_repeatable(self) -> bool:
@@ -147,11 +152,15 @@ class Trial:
     def _call(
         self, axis: ThreadedAxis, tensors: Sequence[torch.Tensor], rule: OperatorRule
     ) -> list[torch.Tensor]:
-        local = {
-            position: self.signature.arguments[position] // axis.degree for position in rule.local_arguments
-        }
-        kernel = KERNELS[rule.kernel] if rule.kernel else None
-        return self.signature.call(tensors, local, kernel and partial(kernel, axis))
+        local = {}
+        for position in rule.local_arguments:
+            local[position] = rule.local_size(self.signature.arguments[position], axis.degree, axis.rank)
+        if not rule.kernel:
+            return self.signature.call(tensors, local)
+        pairs = zip(rule.inputs, self.signature.inputs, strict=True)
+        placement, spec = next((placement, spec) for placement, spec in pairs if isinstance(placement, Shard))
+        part = Part.of(placement, spec.shape, axis.degree, axis.rank)
+        return self.signature.call(tensors, local, partial(KERNELS[rule.kernel], axis, part))
 
     def _run_on_shards(self, rule: OperatorRule, degree: int) -> list[list[torch.Tensor]] | None:
         shards = self._shards(rule.inputs, degree)
@@ -248,22 +257,14 @@ def _recombination(
 def _is_join(whole: torch.Tensor, shards: list[torch.Tensor], placement: Placement) -> bool:
     if isinstance(placement, Replicate):
         return all(_is_close(shard, whole) for shard in shards)
-    if isinstance(placement, Shard):
-        size = whole.shape[placement.dim] if placement.dim < whole.dim() else -1
-        if any(s.dim() != whole.dim() or s.shape[placement.dim] * len(shards) != size for s in shards):
-            return False
-    if len({shard.shape for shard in shards}) > 1:
+    if any(shard.dim() != whole.dim() for shard in shards):
         return False
-    if isinstance(placement, Partial) and shards[0].shape != whole.shape:
+    if isinstance(placement, Shard) and not placement.fits(tuple(whole.shape), len(shards)):
         return False
-    others = [size for dim, size in enumerate(shards[0].shape) if not _is_dim(placement, dim)]
-    if others != [size for dim, size in enumerate(whole.shape) if not _is_dim(placement, dim)]:
+    shapes = [local_shape(tuple(whole.shape), placement, len(shards), rank) for rank in range(len(shards))]
+    if [tuple(shard.shape) for shard in shards] != shapes:
         return False
     return _is_close(join_shards(shards, placement), whole)
-
-
-def _is_dim(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, Shard) and placement.dim == dim
 
 
 def _is_close(left: torch.Tensor, right: torch.Tensor) -> bool:
