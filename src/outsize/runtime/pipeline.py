@@ -41,10 +41,10 @@ class PipelineExecutor:
         self._device = device
         self._num_microbatches = schedule.num_microbatches
         self._last_stage = stages.get(schedule.num_stages - 1)
-        self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+        self._runtime = _Runtime(  # type: ignore[no-untyped-call]
             [_Stage(stage, index, schedule, group, device) for index, stage in sorted(stages.items())],
             schedule.num_microbatches,
-            loss_fn=_loss_is_output,
+            loss_fn=_Runtime._maybe_compute_loss,  # never called: torch asks only whether there is one
             scale_grads=False,  # losses are scaled instead, by their share of the global batch
         )
         self._runtime._prepare_schedule_with_comms(_as_torch_actions(schedule))
@@ -98,6 +98,22 @@ class PipelineExecutor:
         if self._last_stage is None:
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+class _Runtime(_PipelineScheduleRuntime):
+    """torch's runtime, but the last stage may run micro-batches in any order."""
+
+    def _maybe_compute_loss(
+        self, stage: PipelineStage, output: torch.Tensor, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
+    ) -> None:
+        del target_mbs, loss_kwargs
+        if stage.is_last:
+            self._internal_losses = self._internal_losses or [None] * self._n_microbatches
+            self._internal_losses[mb_index] = output  # it is the loss
+
+    def _maybe_get_loss(self, stage: PipelineStage, mb_index: int) -> torch.Tensor | None:
+        loss: torch.Tensor | None = self._internal_losses[mb_index] if stage.is_last else None
+        return loss
 
 
 class _Stage(PipelineStage):
@@ -241,8 +257,3 @@ def _as_torch_actions(schedule: Schedule) -> dict[int, list[_Action | None]]:
         ]
         for rank, actions in enumerate(schedule.actions)
     }
-
-
-def _loss_is_output(output: torch.Tensor, target: Any) -> torch.Tensor:
-    del target
-    return output
