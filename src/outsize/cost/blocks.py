@@ -210,13 +210,11 @@ def _block_cost(block: BlockProfile, job: Job, layout: Layout) -> BlockCost:
         weight_s=times.weight_s,
         selective_s=recomputed / tensor / mesh.cp,
         full_s=times.forward_s + communication,
-        **_sizes(block, samples, shards, scale, job.precision),
+        **_sizes(block, samples, shards, scale, job),
     )
 
 
-def _sizes(
-    block: BlockProfile, samples: int, shards: Shards, scale: float, precision: str
-) -> dict[str, float]:
+def _sizes(block: BlockProfile, samples: int, shards: Shards, scale: float, job: Job) -> dict[str, float]:
     """Bytes and parameters held by one device."""
     tensor = shards.tensor
     dense = block.num_parameters - block.num_expert_parameters
@@ -230,7 +228,7 @@ def _sizes(
         return value.of(samples) * scale * fraction
 
     selective = block.selective_saved_bytes
-    narrow = 1 - block.matmul_input_fraction / 2 if precision == "fp8" else 1.0
+    narrow = 1 - block.matmul_input_fraction / 2 if job.precision == "fp8" else 1.0
     return {
         "parameters": parameters,
         "trainable": trainable,
@@ -239,9 +237,21 @@ def _sizes(
         "saved_bytes": amount(block.saved_activation_bytes, kept * narrow),
         "selective_saved_bytes": amount(selective or block.saved_activation_bytes, kept * narrow),
         "full_saved_bytes": amount(block.recompute_input_bytes, 1 / shards.sequence / shards.context),
-        "temporary_bytes": amount(block.temporary_bytes, kept),
+        "temporary_bytes": amount(block.temporary_bytes, kept) + _unadded_gradient_bytes(block, shards, job),
         "output_bytes": amount(block.output_bytes, 1 / shards.sequence / shards.context),
     }
+
+
+def _unadded_gradient_bytes(block: BlockProfile, shards: Shards, job: Job) -> float:
+    """Gradient of the largest weights, which exists once more until it is added to what is accumulated."""
+    if job.software.fuses_gradients:
+        return 0.0
+    weights = (
+        operator.inner * operator.columns * max(operator.num_experts / shards.expert, 1)
+        for operator in block.operators
+        if operator.kind == "matmul"
+    )
+    return max(weights, default=0.0) / shards.tensor * job.state.gradient
 
 
 def _communication_s(block: BlockProfile, job: Job, layout: Layout, tensor: int, scale: float) -> float:

@@ -28,6 +28,7 @@ class Software:
     kept_mlp_copies: int = 0  # of an MLP's width, kept for backward; 0: as few as fused kernels need
     kept_norm_bytes: int = 2  # a norm keeps of each value of its input
     hides_tensor_parallel: bool = False  # backward's collectives run beside the weights' gradients
+    fuses_gradients: bool = False  # products add weights' gradients to the accumulated ones themselves
     ends_together: bool = True  # all ranks wait for each other before the optimizer, as for one norm
     scatters_sends: bool = False  # each device of a tensor-parallel group sends its part to the next stage
     keeps_outputs: bool = False  # a stage's outputs stay until their gradient is back
