@@ -104,12 +104,13 @@ class _Runtime(_PipelineScheduleRuntime):
     """torch's runtime, but the last stage may run micro-batches in any order."""
 
     def _maybe_compute_loss(
-        self, stage: PipelineStage, output: torch.Tensor, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
+        self, stage: PipelineStage, output: torch.Tensor, target_mbs: Any, mb_index: int, *_: Any
     ) -> None:
-        del target_mbs, loss_kwargs
+        del target_mbs
         if stage.is_last:
-            self._internal_losses = self._internal_losses or [None] * self._n_microbatches
-            self._internal_losses[mb_index] = output  # it is the loss
+            losses: list[Any] = self._internal_losses or [None] * self._n_microbatches
+            losses[mb_index] = output  # it is the loss
+            self._internal_losses = losses
 
     def _maybe_get_loss(self, stage: PipelineStage, mb_index: int) -> torch.Tensor | None:
         loss: torch.Tensor | None = self._internal_losses[mb_index] if stage.is_last else None
