@@ -38,14 +38,34 @@ def test_a_saved_tensor_parallel_plan_holds_its_operator_splits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`outsize plan --save` writes all that `outsize train --plan` needs."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
     command = "plan model.py:build --cluster 2xcpu:1GiB --global-batch 64 --mesh tp=2 --save plan.json"
-    monkeypatch.setattr(sys, "argv", ["outsize", *command.split()])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    assert not exit_code(command, monkeypatch)
     plan = load_plan(tmp_path / "plan.json")
-    assert not ended.value.code
     assert plan.sharding is not None
     assert plan.sharding.degree == 2
     check_runnable(plan)
+
+
+def test_a_saved_plan_keeps_the_placements_the_user_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows where the search takes columns; where nothing is split, the file is refused."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "operators.toml").write_text('[placements]\n"*.0.weight" = "S1"\n')
+    monkeypatch.chdir(tmp_path)
+    command = "plan model.py:build --cluster 2xcpu:1GiB --global-batch 64 --placements operators.toml"
+    assert not exit_code(f"{command} --mesh tp=2 --save plan.json", monkeypatch)
+    sharding = load_plan(tmp_path / "plan.json").sharding
+    assert sharding is not None
+    assert sharding.parameters["layers.0.weight"] == "S1"
+    assert exit_code(f"{command} --mesh dp=2", monkeypatch) == 2
+    assert "has nothing to decide" in capsys.readouterr().err
+
+
+def exit_code(command: str, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setattr(sys, "argv", ["outsize", *command.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code

@@ -32,6 +32,10 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
     strategy: Annotated[str | None, typer.Option(help="plan this strategy instead of the fastest")] = None,
     mesh: Annotated[str | None, typer.Option(help="plan this mesh, such as pp=2,tp=4")] = None,
     microbatches: Annotated[int | None, typer.Option(help="micro-batches in one step of a replica")] = None,
+    placements: Annotated[
+        Path | None,
+        typer.Option(help="TOML file of operator splits decided by you: docs/guides/operators.md"),
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="write the plan to this JSON file")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page to this file")] = None,
     device_mtbf_hours: Annotated[
@@ -65,8 +69,10 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
         _show_refusal(error, f"{model} on {cluster}, global batch {global_batch}", as_json=as_json)
         raise
     best = replace(result.best, model=model)
+    if save is not None or placements is not None:
+        best = _trainable(best, sequence, placements)
     if save is not None:
-        save_plan(_trainable(best, sequence), save)
+        save_plan(best, save)
     if html is not None:
         _write_page(html, best)
     if as_json:
@@ -104,14 +110,22 @@ def _form(result: PlanningResult, best: Plan, device_mtbf_hours: float | None) -
     return form
 
 
-def _trainable(best: Plan, sequence: int | None) -> Plan:
+def _trainable(best: Plan, sequence: int | None, placements: Path | None) -> Plan:
     """Return the plan with its operator splits, if its model can be trained (a preset cannot)."""
     if best.mesh.tp == 1 or ":" not in best.model:
+        if placements is not None:
+            raise PlanError(
+                f"{placements} has nothing to decide.",
+                why=f"the plan is {best.strategy} and splits no operators of a model that can be built",
+                attempt="--strategy tensor_parallel or --mesh tp=2, and a model that is no preset",
+            )
         return best
     from outsize.model.argument import load_model
     from outsize.planner.operator_splits import add_operator_splits
+    from outsize.planner.sharding_overrides import load_sharding_overrides
 
-    return add_operator_splits(best, load_model(best.model, sequence=sequence))
+    overrides = None if placements is None else load_sharding_overrides(placements)
+    return add_operator_splits(best, load_model(best.model, sequence=sequence), overrides)
 
 
 def parse_mesh(text: str) -> Mesh:
