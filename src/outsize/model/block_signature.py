@@ -51,7 +51,7 @@ def _literal(argument: Any) -> Hashable:
     return argument if isinstance(argument, PLAIN) else type(argument).__qualname__
 
 
-def module_signature(module: nn.Module) -> Hashable:
+def module_signature(module: nn.Module) -> tuple[Hashable, ...]:
     """Return the classes, settings, and shapes of parameters and buffers of a module and all inside it.
 
     A module's own position (``layer_idx`` and the like) makes no difference.

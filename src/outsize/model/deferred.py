@@ -24,20 +24,20 @@ class DeferredModel:
 
     def __init__(self, module: nn.Module, log: FactoryLog) -> None:
         self.module = module
-        self._log = log
-        self._tensors: dict[str, torch.Tensor] = {
+        self.log = log
+        self.tensors: dict[str, torch.Tensor] = {
             **dict(module.named_buffers(remove_duplicate=False)),
             **dict(module.named_parameters(remove_duplicate=False)),
         }
         self._aliases = self._find_aliases()
-        for name, tensor in reversed(self._tensors.items()):
+        for name, tensor in reversed(self.tensors.items()):
             if tensor.is_meta:
                 log.names[tensor.untyped_storage()._cdata] = self._aliases[name]
 
     def _find_aliases(self) -> dict[str, str]:
         """Return the first name of the tensor that each name stands for."""
         first_names: dict[int, str] = {}
-        return {name: first_names.setdefault(id(tensor), name) for name, tensor in self._tensors.items()}
+        return {name: first_names.setdefault(id(tensor), name) for name, tensor in self.tensors.items()}
 
     @property
     def ties(self) -> dict[str, str]:
@@ -49,7 +49,7 @@ class DeferredModel:
         owner, _, leaf = name.rpartition(".")
         holder = self.module.get_submodule(owner)
         held = holder._parameters.get(leaf, holder._buffers.get(leaf))
-        return held is self._tensors[self._aliases[name]]
+        return held is self.tensors[self._aliases[name]]
 
     def materialise(
         self,
@@ -79,8 +79,8 @@ class DeferredModel:
         return result
 
     def _compute(self, name: str, device: torch.device, seed: int, select: Select | None) -> torch.Tensor:
-        tensor = self._tensors[name]
-        whole = self._log.replay(tensor, seed) if tensor.is_meta else tensor.detach().clone()
+        tensor = self.tensors[name]
+        whole = self.log.replay(tensor, seed) if tensor.is_meta else tensor.detach().clone()
         kept = whole if select is None else select(name, whole)
         owns_more = kept.untyped_storage().nbytes() > kept.numel() * kept.element_size()
         return (kept.contiguous().clone() if owns_more else kept.contiguous()).to(device)

@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from outsize.errors import ModelError
 
-__all__ = ["FactoryLog"]
+__all__ = ["FactoryLog", "LoggedOperation", "View"]
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ _LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.defau
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class View:
     """A tensor: a storage and how it is looked at."""
 
     storage: int
@@ -48,15 +48,17 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class LoggedOperation:
+    """An operation of the factory, to be done again."""
+
     function: Callable[..., Any]
-    arguments: tuple[Any, ...]  # flattened (args, kwargs) with _View for meta tensors
+    arguments: tuple[Any, ...]  # flattened (args, kwargs) with View for meta tensors
     structure: TreeSpec
     reads: tuple[int, ...]  # storages
     creates: tuple[tuple[int, int], ...]  # (position in the flattened result, storage)
     writes: tuple[int, ...]  # storages
     default_dtype: torch.dtype  # that torch had then: some operations make tensors of it
-    overwrites: bool  # the one storage written is filled as a whole, whatever it held
+    is_whole_write: bool  # the one storage written is filled as a whole, whatever it held
 
 
 class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -66,7 +68,7 @@ class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed = seed  # for numbers that the factory itself reads from random tensors
         self.names: dict[int, str] = {}  # storage -> full name of the parameter or buffer it became
-        self._entries: list[_Entry] = []
+        self._entries: list[LoggedOperation] = []
         self._touching: dict[int, list[int]] = {}  # storage -> entries that create or write it
         self._kept: list[torch.Tensor] = []  # a storage's id is unique while it lives
 
@@ -115,7 +117,7 @@ class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not creates and not writes:
             return
         arguments = tuple(self._argument(leaf) for leaf in leaves)
-        entry = _Entry(
+        entry = LoggedOperation(
             function=func,
             arguments=arguments,
             structure=structure,
@@ -123,7 +125,9 @@ class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             creates=creates,
             writes=writes,
             default_dtype=torch.get_default_dtype(),
-            overwrites=_fills(func) and len(writes) == 1 and _fills_its_storage(leaves[written[0]], leaves),
+            is_whole_write=_fills(func)
+            and len(writes) == 1
+            and _fills_its_storage(leaves[written[0]], leaves),
         )
         for storage in (*(storage for _, storage in creates), *writes):
             self._touching.setdefault(storage, []).append(len(self._entries))
@@ -167,25 +171,33 @@ class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             ModelError: the tensor was made outside the factory.
         """
-        view = _view(tensor)
-        if view.storage not in self._touching:
-            raise ModelError(
-                f"a tensor of shape {tuple(tensor.shape)} has no recorded origin",
-                why="it was made on the meta device outside the factory",
-                attempt="create all parameters and buffers inside the factory",
-            )
+        view, needed = _view(tensor), self._needed_for(tensor)
         held: dict[int, torch.Tensor] = {}
         with (
             torch.random.fork_rng(devices=[]),
             torch.no_grad(),
             torch.utils._python_dispatch._disable_current_modes(),
         ):
-            for index in self._needed_for(view.storage):
+            for index in needed:
                 self._run(index, held, seed)
         return _look(held, view)
 
-    def _needed_for(self, storage: int) -> list[int]:
-        """Return the entries that decide the content of a storage, in order."""
+    def operations_behind(self, tensor: torch.Tensor) -> list[LoggedOperation]:
+        """Return the operations that decide the values of a tensor the factory made, in order.
+
+        Raises:
+            ModelError: the tensor was made outside the factory.
+        """
+        return [self._entries[index] for index in self._needed_for(tensor)]
+
+    def _needed_for(self, tensor: torch.Tensor) -> list[int]:
+        storage = _storage(tensor)
+        if storage not in self._touching:
+            raise ModelError(
+                f"a tensor of shape {tuple(tensor.shape)} has no recorded origin",
+                why="it was made on the meta device outside the factory",
+                attempt="create all parameters and buffers inside the factory",
+            )
         needed: set[int] = set()
         storages, stack = {storage}, [storage]
         while stack:
@@ -201,12 +213,12 @@ class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _deciding(self, storage: int) -> list[int]:
         """Return a storage's creation and its writes, without those that a later whole overwrite undoes."""
         creation, *writes = self._touching[storage]
-        last = max((at for at, index in enumerate(writes) if self._entries[index].overwrites), default=0)
+        last = max((at for at, index in enumerate(writes) if self._entries[index].is_whole_write), default=0)
         return [creation, *writes[last:]]
 
     def _run(self, index: int, held: dict[int, torch.Tensor], seed: int) -> None:
         entry = self._entries[index]
-        leaves = [_look(held, leaf) if isinstance(leaf, _View) else leaf for leaf in entry.arguments]
+        leaves = [_look(held, leaf) if isinstance(leaf, View) else leaf for leaf in entry.arguments]
         args, kwargs = tree_unflatten(leaves, entry.structure)
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
@@ -264,13 +276,13 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _view(tensor: torch.Tensor) -> _View:
-    return _View(
+def _view(tensor: torch.Tensor) -> View:
+    return View(
         _storage(tensor), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
     )
 
 
-def _look(held: dict[int, torch.Tensor], view: _View) -> torch.Tensor:
+def _look(held: dict[int, torch.Tensor], view: View) -> torch.Tensor:
     storage = held[view.storage].untyped_storage()
     return torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.shape, view.stride)
 

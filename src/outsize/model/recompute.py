@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 __all__ = ["recomputed"]
-
-_Place = tuple[dict[str, torch.Tensor | None], str]  # a module's table of buffers, and a name in it
 
 
 def recomputed(block: nn.Module) -> Callable[..., Any]:
@@ -25,26 +24,48 @@ def recomputed(block: nn.Module) -> Callable[..., Any]:
     return partial(checkpoint, block, use_reentrant=False, context_fn=written.contexts)
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A buffer in a module's table, and a copy of what it held."""
+
+    table: dict[str, torch.Tensor | None]
+    name: str
+    buffer: torch.Tensor
+    content: torch.Tensor
+
+    def is_changed(self) -> bool:
+        """Compare contents: the kernels of batch norm write without raising the version."""
+        return self.table[self.name] is not self.buffer or not torch.equal(self.buffer, self.content)
+
+
 class _WrittenBuffers:
-    """Remembers which buffers a block writes, from the first time that it runs."""
+    """Remembers which modules of a block write their buffers, from the first time that it runs."""
 
     def __init__(self, block: nn.Module) -> None:
-        self._block = block
-        self._places: list[_Place] | None = None
+        self._tables = [part._buffers for part in block.modules() if part._buffers]
+        self._is_known = False
 
     def contexts(self) -> tuple[_Forward, _Again]:
         """Return what one forward and its repetition run in."""
         forward = _Forward(self)
         return forward, _Again(forward)
 
-    def places(self) -> list[_Place]:
-        """Return the buffers that may be written: all of them, before the block has run once."""
-        return list(_buffers_of(self._block)) if self._places is None else self._places
+    def snapshot(self) -> list[_Held]:
+        """Return the contents of the buffers that may be written: of all, before the block has run once."""
+        return [
+            _Held(table, name, buffer, buffer.clone())
+            for table in self._tables
+            for name, buffer in table.items()
+            if buffer is not None
+        ]
 
-    def learn(self, written: list[_Place]) -> None:
-        """Remember what was written."""
-        if self._places is None:
-            self._places = written
+    def written(self, held: list[_Held]) -> list[_Held]:
+        """Return those of modules that wrote a buffer; not all of theirs need have changed the first time."""
+        if not self._is_known:
+            tables = {id(each.table) for each in held if each.is_changed()}
+            self._tables = [table for table in self._tables if id(table) in tables]
+            self._is_known = True
+        return [each for each in held if any(each.table is table for table in self._tables)]
 
 
 class _Forward:
@@ -52,21 +73,13 @@ class _Forward:
 
     def __init__(self, buffers: _WrittenBuffers) -> None:
         self._buffers = buffers
-        self.before: list[tuple[_Place, torch.Tensor]] = []
+        self.before: list[_Held] = []
 
     def __enter__(self) -> None:
-        self._held = [
-            (place, _at(place), _at(place)._version, _at(place).clone()) for place in self._buffers.places()
-        ]
+        self.before = self._buffers.snapshot()
 
     def __exit__(self, *_: object) -> None:
-        self.before = [
-            (place, content)
-            for place, tensor, version, content in self._held
-            if _at(place) is not tensor or tensor._version != version
-        ]
-        del self._held
-        self._buffers.learn([place for place, _ in self.before])
+        self.before = self._buffers.written(self.before)
 
 
 class _Again:
@@ -79,25 +92,11 @@ class _Again:
         self._forward = forward
 
     def __enter__(self) -> None:
-        self._present = [(place, _at(place)) for place, _ in self._forward.before]
-        for (table, name), content in self._forward.before:
-            table[name] = content.clone()
+        self._present = [each.table[each.name] for each in self._forward.before]
+        for each in self._forward.before:
+            each.table[each.name] = each.content.clone()
 
     def __exit__(self, *_: object) -> None:
-        for (table, name), tensor in self._present:
-            table[name] = tensor
+        for each, tensor in zip(self._forward.before, self._present, strict=True):
+            each.table[each.name] = tensor
         del self._present
-
-
-def _buffers_of(block: nn.Module) -> Iterator[_Place]:
-    for part in block.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                yield part._buffers, name
-
-
-def _at(place: _Place) -> torch.Tensor:
-    table, name = place
-    tensor = table[name]
-    assert tensor is not None
-    return tensor

@@ -10,7 +10,9 @@ from torch import nn
 from outsize.errors import ModelError, RecordingError
 from outsize.model.batch_entries import flatten_batch
 from outsize.model.batch_norm import batch_norm_warnings
+from outsize.model.block_signature import PLAIN
 from outsize.model.deferred import build_deferred
+from outsize.model.factory_digest import first_difference
 from outsize.model.guards import broken_guards
 from outsize.model.program import Node, NodeKind, Program
 from outsize.model.record import Granularity, record_module
@@ -33,30 +35,20 @@ def record(
         module = source
         program = record_module(module, batch, granularity=granularity)
     else:
-        module = build_deferred(source).module
+        first, second = build_deferred(source), build_deferred(source)
+        difference = first_difference(first, second)
+        if difference is not None:
+            raise ModelError(
+                f"the factory builds another model every time: {difference}",
+                why="every process calls the factory, and all have to build the same model",
+                attempt="take random numbers, counters and global state out of the factory",
+            )
+        module = first.module
         program = record_module(module, batch, granularity=granularity)
-        again = build_deferred(source).module
-        _compare(module, again)
-        _compare_steps(program, record_module(again, batch, granularity=granularity))
+        _compare_steps(program, record_module(second.module, batch, granularity=granularity))
     program.module = module
     program.warnings += batch_norm_warnings(module)
     return program
-
-
-def _compare(module: nn.Module, again: nn.Module) -> None:
-    first, second = (
-        {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in built.state_dict().items()}
-        for built in (module, again)
-    )
-    differing = sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
-    if differing:
-        name = differing[0]
-        raise ModelError(
-            f"the factory builds another model every time: {name} is {first.get(name, 'missing')}, "
-            f"then {second.get(name, 'missing')}",
-            why="every process calls the factory, and all have to build the same model",
-            attempt="take random sizes, counters and global state out of the factory",
-        )
 
 
 def _compare_steps(program: Program, again: Program) -> None:
@@ -78,7 +70,8 @@ def _compare_steps(program: Program, again: Program) -> None:
 
 def _step(node: Node) -> Hashable:
     target = str(node.target) if node.kind is NodeKind.OPERATOR else node.target
-    return node.kind, target, node.inputs, node.outputs, node.module_path
+    settings = tuple(argument for argument in node.arguments if isinstance(argument, PLAIN))
+    return node.kind, target, node.inputs, settings, node.outputs, node.module_path
 
 
 class Recordings:

@@ -64,7 +64,7 @@ def apply_synchronised_batch_norm(module: nn.Module, group: dist.ProcessGroup) -
     for name, part in module.named_modules():
         if isinstance(part, _BatchNorm) and type(part).forward is _BatchNorm.forward:
             part.__class__ = SynchronisedBatchNorm  # parameters, buffers and their names stay
-            part.group = group
+            vars(part)["group"] = group
             changed.append(name)
     return changed
 
@@ -98,7 +98,7 @@ class _Normalised(torch.autograd.Function):
         return output.to(x.dtype), mean, variance, count
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the input, the weight and the bias."""
         x, weight, mean, inverse_std, count = ctx.saved_tensors
@@ -128,7 +128,7 @@ def _statistics(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor
     own = torch.cat([mean, variance, count])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own, group)
-    means, variances, counts = torch.stack(gathered).split([num_channels, num_channels, 1], dim=1)
+    means, variances, counts = torch.split(torch.stack(gathered), [num_channels, num_channels, 1], dim=1)
     total = counts.sum(0)
     mean = (means * counts).sum(0) / total
     variance = ((variances + (means - mean).square()) * counts).sum(0) / total

@@ -15,6 +15,7 @@ from outsize.model.batch_norm import batch_norm_warnings
 from outsize.model.deferred import DeferredModel, build_deferred
 from outsize.model.source import resize_batch
 from outsize.plan.plan import Plan
+from outsize.runtime.agreement import check_same_model
 from outsize.runtime.batch_norm import apply_synchronised_batch_norm
 from outsize.runtime.collectives import set_axis_group
 from outsize.runtime.executions import Executions
@@ -50,7 +51,7 @@ def parallelize(
 
     Raises:
         PlanError: the plan asks for what cannot run, or was made for another model.
-        ModelError, RecordingError: the model cannot be built or recorded.
+        ModelError, RecordingError: the model cannot be built or recorded, or is another on some process.
         DoesNotFitError: this process's part does not fit its device.
         LaunchError: the number of processes is not the plan's.
     """
@@ -60,6 +61,7 @@ def parallelize(
     if tensor_parallel_group is not None:
         set_axis_group("tp", tensor_parallel_group, plan.seed)
     deferred = build_deferred(factory, seed=plan.seed)
+    check_same_model(deferred, mesh.device)
     _arrange_batch_norm(deferred.module, plan, mesh)
     entries, layout = flatten_batch(sample_batch)
     executions = Executions(deferred, layout, plan, mesh)
