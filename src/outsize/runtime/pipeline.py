@@ -14,7 +14,9 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from outsize.model.program import Program
+from outsize.model.split_backward import WeightGradients, full_backward, input_gradients
 from outsize.plan.actions import Schedule
+from outsize.runtime.early_receives import post_receives_early
 from outsize.runtime.stage_executor import MicrobatchInputs, StageForMicrobatches
 
 __all__ = ["PipelineExecutor"]
@@ -49,6 +51,10 @@ class PipelineExecutor:
         )
         self._runtime._prepare_schedule_with_comms(_as_torch_actions(schedule))
         self._all_actions = self._runtime.pipeline_order_with_comms
+        if dist.get_backend(group) == dist.Backend.GLOO:  # others run receives and sends in order
+            self._all_actions = {
+                rank: post_receives_early(actions) for rank, actions in self._all_actions.items()
+            }
         self._forward_actions = {
             rank: [action for action in actions if action.computation_type in _FORWARD_KINDS]
             for rank, actions in self._all_actions.items()
@@ -118,10 +124,10 @@ class _Runtime(_PipelineScheduleRuntime):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, but each micro-batch has shapes of its own, and a receive buffer exists only in use.
+    """torch's stage, but backward is outsize's, and each micro-batch has shapes and buffers of its own.
 
     torch makes buffers for all micro-batches at once and keeps them, which for many micro-batches outweighs
-    the activations themselves.
+    the activations themselves; its backward in two parts costs more and keeps everything until the second.
     """
 
     def __init__(
@@ -145,6 +151,7 @@ class _Stage(PipelineStage):
         self._forward_sends: dict[int, list[dist.Work]] = {}
         self._pending_sends: deque[list[dist.Work]] = deque()
         self._recordings = [stage.stage_of(chunk) for chunk in range(schedule.num_microbatches)]
+        self._weight_gradients: dict[int, WeightGradients] = {}
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         del has_backward
@@ -166,9 +173,36 @@ class _Stage(PipelineStage):
                 for index, meta in enumerate(_derive_grad_metas(extract_tensor_metas(sent) or ()))
             )
 
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: torch.Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Run backward, or its first part: leave the gradients of what was received to be sent."""
+        del last_backward
+        sent, inputs = self.fwd_cache.pop(bwd_chunk_id)
+        if loss is None:
+            later = _run_backward(sent, self._retrieve_recv_grads(bwd_chunk_id), full=full_backward)
+        else:
+            later = _run_backward((loss,), (None,), full=full_backward)
+            if not loss._is_view():
+                loss.detach_()  # the runtime keeps it, and its graph would keep what was received
+        if not full_backward:
+            self._weight_gradients[bwd_chunk_id] = later
+        if not self.is_first:
+            received = inputs[: len(self.args_recv_info[bwd_chunk_id])]
+            self.bwd_cache[bwd_chunk_id] = tuple(_take_gradient(tensor) for tensor in received)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the second part."""
+        del last_backward
+        self._weight_gradients.pop(bwd_chunk_id).add()
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send at once and give torch nothing to do: it would hold all sent tensors until the step ends."""
-        works = _start_all(super().get_fwd_send_ops(fwd_chunk_id))
+        works = _start_all(self._tagged(super().get_fwd_send_ops(fwd_chunk_id), fwd_chunk_id))
         if self.has_backward:
             self._forward_sends[fwd_chunk_id] = works  # done once the gradient comes back
         else:
@@ -176,8 +210,18 @@ class _Stage(PipelineStage):
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._add_pending(_start_all(super().get_bwd_send_ops(bwd_chunk_id)))
+        operations = super().get_bwd_send_ops(bwd_chunk_id)
+        self._add_pending(_start_all(self._tagged(operations, bwd_chunk_id, is_backward=True)))
         return []
+
+    def _tagged(
+        self, operations: list[dist.P2POp], chunk: int, *, sender: int = 0, is_backward: bool = False
+    ) -> list[dist.P2POp]:
+        """Name the message, so that receives may be posted in any order; ``sender`` is relative."""
+        tag = ((self.stage_index + sender) * 2 + is_backward) * len(self._recordings) + chunk
+        for operation in operations:
+            operation.tag = tag
+        return operations
 
     def _add_pending(self, works: list[dist.Work]) -> None:
         """Wait for the oldest sends beyond a few.
@@ -196,12 +240,13 @@ class _Stage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._make_buffers(self.args_recv_info[fwd_chunk_id])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._tagged(super().get_fwd_recv_ops(fwd_chunk_id), fwd_chunk_id, sender=-1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward:
             self._make_buffers(self.grad_recv_info[bwd_chunk_id])
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        operations = super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._tagged(operations, bwd_chunk_id, sender=1, is_backward=True)
 
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
@@ -229,8 +274,31 @@ class _Stage(PipelineStage):
                 info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
 
 
+def _run_backward(
+    outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], *, full: bool
+) -> WeightGradients:
+    """Run backward from the outputs that have a gradient; a scalar's is 1."""
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output.requires_grad and (gradient is not None or output.dim() == 0)
+    ]
+    roots, flowing = [output for output, _ in pairs], [gradient for _, gradient in pairs]
+    if full:
+        full_backward(roots, flowing)
+        return WeightGradients()
+    return input_gradients(roots, flowing)
+
+
+def _take_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    gradient, tensor.grad = tensor.grad, None
+    return gradient
+
+
 def _start_all(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
-    return [each.op(each.tensor, group=each.group, group_dst=each.group_peer) for each in operations]
+    return [
+        each.op(each.tensor, group=each.group, group_dst=each.group_peer, tag=each.tag) for each in operations
+    ]
 
 
 def _wait_all(works: Sequence[dist.Work]) -> None:

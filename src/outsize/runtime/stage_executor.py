@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from outsize.model.program import Program, Ref
+from outsize.model.split_backward import full_backward
 from outsize.model.stage_module import StageModule
 
 __all__ = ["MicrobatchInputs", "OneProcessExecutor", "StageExecutor", "StageForMicrobatches"]
@@ -96,7 +97,7 @@ class OneProcessExecutor:
         total = torch.zeros((), device=self._device)
         for index, inputs in enumerate(microbatches):
             loss = self._forward(index, inputs)
-            torch.autograd.backward(loss)
+            full_backward([loss], None)
             total = total + loss.detach()
         return total
 
