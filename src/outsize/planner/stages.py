@@ -25,8 +25,8 @@ from outsize.cost.layout import RECOMPUTE_MODES, Assignment, Job, Layout
 from outsize.cost.memory import BUCKET_BYTES, estimate_memory
 from outsize.cost.replicas import gather_wait_s, optimizer_s, reduce_wait_s
 from outsize.cost.step import sent_parts, stage_devices, stage_link
-from outsize.errors import PlanError
 from outsize.model.profile import ModelProfile
+from outsize.plan.stage_cuts import check_cuts
 from outsize.planner.boundary_walk import best_walk, least_maximum, least_sum
 
 __all__ = ["StageCuts", "cut_stages", "legal_boundaries", "pinned_bounds"]
@@ -52,17 +52,11 @@ def pinned_bounds(profile: ModelProfile, cuts: Sequence[str]) -> tuple[int, ...]
     """Return the bounds of stages that begin at the blocks whose cuts are labelled ``cuts``.
 
     Raises:
-        PlanError: a label is no legal cut, or the labels are not in the order of the model.
+        PlanError: a label is no legal cut, is there twice, or is not in the order of the model.
     """
-    labels = {block.cut_label: index for index, block in enumerate(profile.blocks) if block.cut_label}
-    for cut in cuts:
-        if cut not in labels:
-            known = ", ".join(list(labels)[:8]) + (" …" if len(labels) > 8 else "")
-            raise PlanError(f"The model cannot be cut at {cut!r}.", attempt=f"one of {known}")
-    bounds = (0, *(labels[cut] for cut in cuts), len(profile.blocks))
-    if list(bounds) != sorted(set(bounds)):
-        raise PlanError("The stage cuts are not in the model's order.", why=", ".join(cuts))
-    return bounds
+    labels = {profile.blocks[index].cut_label: index for index in legal_boundaries(profile)[1:-1]}
+    check_cuts(cuts, list(labels))
+    return (0, *(labels[cut] for cut in cuts), len(profile.blocks))
 
 
 def cut_stages(

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outsize.errors import PlanError
-from outsize.model.cuts import find_cut
+from outsize.model.cuts import cut_points, find_cut
 from outsize.model.program import Program
 from outsize.model.slice import Slice, slice_program
 from outsize.plan.actions import Schedule
 from outsize.plan.plan import Plan
 from outsize.plan.schedule_files import find_schedule
 from outsize.plan.schedule_validation import validate_schedule
+from outsize.plan.stage_cuts import check_cuts
 from outsize.runtime.tensor_parallel import lower
 
 __all__ = ["StagePlacement", "place_stages"]
@@ -59,5 +60,16 @@ def place_stages(plan: Plan, recording: Program, tensor_parallel_rank: int) -> S
     program = recording
     if plan.sharding is not None:
         program = lower(recording, plan.sharding, rank=tensor_parallel_rank)
-    cuts = [find_cut(program, stage.begins_at) for stage in plan.stages[1:]]
-    return StagePlacement(recording, program, slice_program(program, cuts), schedule)
+    return StagePlacement(recording, program, _cut(plan, program), schedule)
+
+
+def _cut(plan: Plan, program: Program) -> list[Slice]:
+    labels = [stage.begins_at for stage in plan.stages[1:]]
+    try:
+        slices = slice_program(program, [find_cut(program, label) for label in labels])
+    except PlanError:
+        check_cuts(labels, [cut.label for cut in cut_points(program)])  # says which of them, and what would do
+        raise
+    if not all(part.modules or part.parameters for part in slices):
+        check_cuts(labels, [cut.label for cut in cut_points(program)])
+    return slices
