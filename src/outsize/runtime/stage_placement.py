@@ -68,7 +68,7 @@ def _cut(plan: Plan, program: Program) -> list[Slice]:
     try:
         slices = slice_program(program, [find_cut(program, label) for label in labels])
     except PlanError:
-        check_cuts(labels, [cut.label for cut in cut_points(program)])  # says which of them, and what would do
+        check_cuts(labels, [cut.label for cut in cut_points(program)])  # says which one, and what would do
         raise
     if not all(part.modules or part.parameters for part in slices):
         check_cuts(labels, [cut.label for cut in cut_points(program)])
