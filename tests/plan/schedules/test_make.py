@@ -160,3 +160,43 @@ def test_no_ranks_or_microbatches_are_refused(num_ranks: int, num_microbatches: 
     """Numbers below one are refused before any list is made."""
     with pytest.raises(PlanError, match="1 or more"):
         make_schedule("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+def _allows(name: str, num_ranks: int, num_microbatches: int) -> bool:
+    """Whether a schedule has lists for a number of micro-batches, in other words than its own."""
+    if name == "dualpipe_v":
+        return num_microbatches >= 2 * num_ranks
+    if name in {"interleaved_1f1b", "interleaved_zero_bubble"}:
+        return num_microbatches < 2 * num_ranks or num_microbatches % (num_microbatches // num_ranks) == 0
+    return True
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_any_number_of_microbatches_runs_or_is_refused_with_its_neighbours(name: str, num_ranks: int) -> None:
+    """From 1 to 6p + 1: a refusal names the next legal numbers below and above; no legal one is refused."""
+    legal = [count for count in range(1, 9 * num_ranks + 1) if _allows(name, num_ranks, count)]
+    for count in range(1, 6 * num_ranks + 2):
+        if count in legal:
+            validate_schedule(make_schedule(name, num_ranks=num_ranks, num_microbatches=count))
+            continue
+        below = [str(number) for number in legal if number < count][-1:]
+        above = str(next(number for number in legal if number > count))
+        with pytest.raises(PlanError) as caught:
+            make_schedule(name, num_ranks=num_ranks, num_microbatches=count)
+        assert caught.value.attempt == f"{' or '.join([*below, above])} micro-batches."
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_any_number_of_virtual_stages_runs_or_is_refused_with_the_nearest(name: str) -> None:
+    """0 to 5 stages on each of 3 ranks: looped ones take 2 and more, V-shaped ones 2, all others 1."""
+    least = 2 if name in (*LOOPED, *V_SHAPED) else 1
+    for virtual in range(6):
+        if virtual == least or (virtual > least and name in LOOPED):
+            schedule = make_schedule(name, num_ranks=3, num_microbatches=6, num_virtual_stages=virtual)
+            validate_schedule(schedule)
+            assert schedule.num_stages == 3 * virtual
+            continue
+        with pytest.raises(PlanError) as caught:
+            make_schedule(name, num_ranks=3, num_microbatches=6, num_virtual_stages=virtual)
+        assert caught.value.attempt.startswith(f"{least} on each rank, that is {3 * least} stages on 3 ranks")
