@@ -32,6 +32,10 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
     strategy: Annotated[str | None, typer.Option(help="plan this strategy instead of the fastest")] = None,
     mesh: Annotated[str | None, typer.Option(help="plan this mesh, such as pp=2,tp=4")] = None,
     microbatches: Annotated[int | None, typer.Option(help="micro-batches in one step of a replica")] = None,
+    cuts: Annotated[
+        str | None,
+        typer.Option(help="begin pipeline stages at these blocks, such as layers.8,layers.16"),
+    ] = None,
     placements: Annotated[
         Path | None,
         typer.Option(help="TOML file of operator splits decided by you: docs/guides/operators.md"),
@@ -63,6 +67,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
             strategy=strategy,
             mesh=wished_mesh,
             num_microbatches=microbatches,
+            cuts=None if cuts is None else cuts.replace(",", " ").split(),
             space=space,
         )
     except NothingFitsError as error:

@@ -61,5 +61,6 @@ def _check_replicas(job: Job, mesh: Mesh, num_microbatches: int) -> None:
 
 def _nearest(batch: int, wanted: int) -> str:
     divisors = [count for count in range(1, batch + 1) if batch % count == 0]
-    near = sorted(sorted(divisors, key=lambda count: abs(count - wanted))[:2])
-    return " or ".join(map(str, near)) + " micro-batches"
+    below = [count for count in divisors if count < wanted][-1:]
+    above = [count for count in divisors if count > wanted][:1]
+    return " or ".join(map(str, below + above)) + " micro-batches"

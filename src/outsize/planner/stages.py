@@ -67,10 +67,13 @@ def cut_stages(
     recompute: bool = True,
     bounds: tuple[int, ...] | None = None,
 ) -> StageCuts | None:
-    """Return the best cuts for ``layout``; None where there are fewer blocks than chunks.
+    """Return the best cuts for ``layout``; None where there are fewer blocks than chunks, or other bounds.
 
-    ``recompute`` allows recomputation to save memory; ``bounds`` pins the cuts.
+    ``recompute`` allows recomputation to save memory; ``bounds`` pins the cuts, and with them the number of
+    chunks: there are none for a layout with another.
     """
+    if bounds is not None and len(bounds) - 1 != layout.num_chunks:
+        return None
     legal = legal_boundaries(job.profile)
     if bounds is None and len(legal) - 1 < layout.num_chunks:
         return None
