@@ -90,6 +90,7 @@ class StageSpec:
     blocks: tuple[str, ...] = ()
     num_parameters: int = 0
     recompute: tuple[str, ...] = ()  # blocks whose activations are recomputed in backward
+    tied: tuple[str, ...] = ()  # parameters used here that an earlier stage owns: copies kept equal
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outsize.cluster.topology import Cluster
 from outsize.cost.layout import Job, Layout
+from outsize.model.profile import BlockProfile
 from outsize.plan.plan import Mesh, Plan, Prediction, ScheduleSpec, StageSpec, Verdict
 from outsize.planner.evaluate import Evaluated
 
@@ -63,9 +64,16 @@ def _stages(job: Job, found: Evaluated) -> tuple[StageSpec, ...]:
                 blocks=tuple(block.name for block in held),
                 num_parameters=sum(block.num_parameters for block in held),
                 recompute=again,
+                tied=_tied(held),
             )
         )
     return tuple(stages)
+
+
+def _tied(held: list[BlockProfile]) -> tuple[str, ...]:
+    own = {name for block in held for name in block.parameter_names}
+    used = dict.fromkeys(name for block in held for name in block.tied_parameter_names)
+    return tuple(name for name in used if name not in own)
 
 
 def _prediction(job: Job, found: Evaluated) -> Prediction:
