@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -13,10 +13,11 @@ from outsize.model.program import LossTerm, NodeKind, Program, Ref
 __all__ = ["count_loss_elements", "evaluate_from_batch", "loss_scales"]
 
 
-def count_loss_elements(program: Program, entries: Mapping[str, torch.Tensor]) -> list[int]:
+def count_loss_elements(program: Program, entries: Mapping[str, torch.Tensor]) -> list[int | float]:
     """Return the number of elements of each loss term for a batch of the recorded shapes.
 
-    Terms over labels count those that are not ignored; sums over the batch count 1.
+    Terms over labels count those that are not ignored; sums over the batch count 1, and divided ones their
+    divisor.
 
     Raises:
         RecordingError: labels that decide the count depend on a parameter.
@@ -24,7 +25,7 @@ def count_loss_elements(program: Program, entries: Mapping[str, torch.Tensor]) -
     return [_count(program, term, entries) for term in program.loss_terms]
 
 
-def loss_scales(program: Program, counts: list[int], total_counts: list[int]) -> list[float]:
+def loss_scales(program: Program, counts: Sequence[float], total_counts: Sequence[float]) -> list[float]:
     """Return the factor of each loss term: its share of the global batch's elements (sums keep 1)."""
     return [
         1.0 if term.is_sum else count / total if total else 0.0
@@ -32,9 +33,11 @@ def loss_scales(program: Program, counts: list[int], total_counts: list[int]) ->
     ]
 
 
-def _count(program: Program, term: LossTerm, entries: Mapping[str, torch.Tensor]) -> int:
+def _count(program: Program, term: LossTerm, entries: Mapping[str, torch.Tensor]) -> int | float:
     if term.is_sum:
         return 1
+    if term.divisor is not None:
+        return evaluate_from_batch(program, term.divisor, entries).item()
     if term.target is None:
         assert term.count is not None
         return term.count

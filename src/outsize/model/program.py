@@ -103,7 +103,8 @@ class LossTerm:
 
     ``value`` is the mean; it was taken over ``count`` elements, or, where that number depends on the
     labels (``ignore_index``), over the elements of value ``target`` that differ from ``ignore_index``.
-    With ``is_sum`` it is a sum over the batch, which adds up as it is.
+    With ``is_sum`` it is a sum over the batch, which adds up as it is, and ``factor`` the plain number with
+    which it enters the loss. ``divisor`` is a value by which a sum was divided: it weighs the quotient.
     """
 
     node_index: int
@@ -112,6 +113,8 @@ class LossTerm:
     target: int | None = None
     ignore_index: int | None = None
     is_sum: bool = False
+    factor: float = 1.0
+    divisor: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,12 @@ from outsize.model.execution import Execution, on_shapes, on_values
 from outsize.model.kept_attributes import kept_attributes
 from outsize.model.leaves import choose_leaves, has_parameters, initially_open
 from outsize.model.library_settings import constants_readable, training_settings
-from outsize.model.loss_terms import find_loss_terms
+from outsize.model.loss_terms import find_loss_terms, settle_sums
 from outsize.model.program import Node, NodeKind, Program, Rung, TensorSpec
 from outsize.model.recorder import LeafMustOpen, Recorder
 from outsize.model.repeated_calls import RepeatedCalls
 from outsize.model.slice import tainted_nodes
+from outsize.model.source import resize_batch
 
 __all__ = ["Granularity", "loss_tensor", "record_module"]
 
@@ -41,14 +42,30 @@ def record_module(module: nn.Module, batch: Any, *, granularity: Granularity = "
         RecordingError: the forward fails on tensors without values, or hides where a value comes from.
     """
     try:
-        return _record(module, batch, granularity, on_shapes, reuse=True)
+        program = _record(module, batch, granularity, on_shapes, reuse=True)
     except RecordingError as error:
         # perhaps a block was needed that only looked like an earlier one, or values are
         rung = on_values if _has_values(module, batch) else on_shapes
         program = _record(module, batch, granularity, rung, reuse=False)
         if program.rung is Rung.REAL_TENSORS:
             program.warnings.append(f"recorded on real tensors, because {error.what}")
-        return program
+    if any(term.is_sum for term in program.loss_terms):
+        _settle_sums(program, module, batch, granularity)
+    return program
+
+
+def _settle_sums(program: Program, module: nn.Module, batch: Any, granularity: Granularity) -> None:
+    """Record one sample more, to see whether a sum was divided by the number of samples."""
+    num_samples = _num_samples(flatten_batch(batch)[0])
+    try:
+        larger = resize_batch(batch, num_samples + 1)
+        other = _record(module, larger, granularity, on_shapes, reuse=True)
+        settle_sums(program, num_samples, other, num_samples + 1)
+    except (RecordingError, ValueError):
+        program.warnings.append(
+            "the loss has a sum over the batch, and no recording with more samples tells whether "
+            "it stands for a mean over them: over several micro-batches it is taken for a sum"
+        )
 
 
 def _has_values(module: nn.Module, batch: Any) -> bool:

@@ -7,7 +7,7 @@ global batch  ├──── replica 0 ────┤├──── replica 1
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class SplitBatch:
     """This replica's micro-batches by accumulation step, and each loss term's elements in the whole batch."""
 
     accumulation_steps: list[list[Microbatch]]
-    num_elements: list[int]
+    num_elements: list[int | float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class BatchSplitter:
         return SplitBatch([own[start : start + size] for start in range(0, len(own), size)], totals)
 
     def _microbatch(
-        self, part: _Part, placement: StagePlacement, counts: list[int], totals: list[int]
+        self, part: _Part, placement: StagePlacement, counts: Sequence[float], totals: Sequence[float]
     ) -> Microbatch:
         scales = loss_scales(placement.recording, counts, totals)
         if part.is_empty:
@@ -180,11 +180,6 @@ class BatchSplitter:
                 why=f"In the sample batch it has {self._form.num_dims[name]} dims.",
                 attempt="batches like the sample batch.",
             )
-
-
-def _count(part: _Part, placement: StagePlacement) -> list[int]:
-    counts = count_loss_elements(placement.recording, part.entries)
-    return [0] * len(counts) if part.is_empty else counts
 
 
 def _num_rows(entries: Mapping[str, torch.Tensor]) -> int:
