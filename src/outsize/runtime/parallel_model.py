@@ -109,7 +109,7 @@ class ParallelModel:
         self._held.tied.sum_gradients(self.parameters)
         counted = {n: p for n, p in self.parameters.items() if self._held.is_counted(n, self.mesh)}
         norm = compute_gradient_norm(counted.values(), self.mesh)
-        return StepResult(self._known_to_all(loss), norm.item(), split.num_elements[0])
+        return StepResult(self._known_to_all(loss), norm.item(), int(split.num_elements[0]))
 
     def evaluate(self, batch: Any) -> float:
         """Return the loss of one global batch with the module in evaluation mode; parameters stay.
