@@ -33,6 +33,8 @@ __all__ = ["StageCuts", "cut_stages", "legal_boundaries", "pinned_bounds"]
 
 Array = NDArray[np.float64]
 
+_BALANCE = 1e-11  # of walks that take equally long, the one with the least squares: even stages, even memory
+
 
 @dataclass(frozen=True, slots=True)
 class StageCuts:
@@ -135,7 +137,8 @@ class _StageTables:
             time = np.where(short > 0, time + rounded * full_s * slower, time)
             impossible = (short > 0) & ((share > 1) | (not self.recompute))
             result[stage] = np.where(impossible | order, np.inf, time)
-        return result
+        longest_s = result.max(where=np.isfinite(result), initial=0.0)
+        return result + _BALANCE * result**2 / longest_s if longest_s else result
 
     def _whole_blocks(self, share: Array, legal: list[int]) -> Array:
         """Round the share of recomputed blocks up to a whole number of blocks that save anything."""
