@@ -48,6 +48,16 @@ def test_json_has_the_documented_fields(files) -> None:
     assert 0 <= form["optimality_gap"] < 1
 
 
+def test_every_report_says_what_the_figures_rest_on(files) -> None:
+    """The rung of the fallback ladder and its error bands: JSON, page, explanation and terminal."""
+    folder, form = files
+    assert form["best"]["rung"] == "formulas"
+    assert set(form["best"]["error_bands"]) == {"memory", "step_time"}
+    assert "formulas of a preset" in (folder / "a.html").read_text()
+    assert "formulas of a preset" in _run("explain", str(folder / "a.json")).stdout
+    assert "formulas of a preset" in _run("plan", *_JOB).stdout
+
+
 def test_the_page_stands_alone_and_names_every_strategy(files) -> None:
     """No address is loaded, and each option is there with its reason."""
     folder, form = files

@@ -141,6 +141,8 @@ def test_a_model_that_cannot_be_recorded_is_known_by_its_parameters() -> None:
     assert profile.rung == "parameter_counts"
     assert (block.num_parameters, block.parameter_bytes, block.cut_label) == (12, 48, "")
     assert (block.forward_flops.of(1), block.backward_flops.of(1)) == (24, 48)
+    assert block.saved_activation_bytes.of(2) == 2 * 48  # a guess, as the bands say
+    assert "takes a number from a tensor" in profile.rung_reason
 
 
 @pytest.mark.slow

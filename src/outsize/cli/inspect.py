@@ -87,6 +87,7 @@ def _add_row(table: Table, blocks: list[BlockProfile]) -> None:
 
 
 def _summary(profile: ModelProfile, program: Program) -> str:
+    from outsize.cost.error_bands import describe_rung
     from outsize.units import format_bytes, format_count
 
     saved = sum(block.saved_activation_bytes.of(1) for block in profile.blocks)
@@ -96,6 +97,7 @@ def _summary(profile: ModelProfile, program: Program) -> str:
         f"{format_count(profile.num_parameters)} parameters; for each sample {format_count(flops)} FLOPs "
         f"forward and backward, {format_bytes(saved)} saved in between",
         f"recorded on {profile.rung.replace('_', ' ')}; {num_cuts} legal cuts",
+        describe_rung(profile.rung, profile.rung_reason),
     ]
     lines += [f"guarded: {guard.source} read {guard.expected} from the batch" for guard in program.guards]
     return "\n".join(lines)

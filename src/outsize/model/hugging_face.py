@@ -15,6 +15,7 @@ from outsize.model.source import ModelSource
 __all__ = ["DEFAULT_SEQUENCE", "load_hugging_face"]
 
 DEFAULT_SEQUENCE = 2048  # tokens in a sample, where the model takes as many
+DEFAULT_IMAGE_SIZE = 224  # pixels a side, where the configuration gives none
 
 _WORD_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration")
 _CLASS_LABELS = ("ForImageClassification", "ForSequenceClassification", "ForAudioClassification")
@@ -113,7 +114,7 @@ def _main_input(
         return {name: _tokens(config.get_text_config(), num_samples, sequence, generator)}
     if name == "pixel_values":
         vision = getattr(config, "vision_config", config)
-        size = vision.image_size
+        size = getattr(vision, "image_size", DEFAULT_IMAGE_SIZE)
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = (num_samples, getattr(vision, "num_channels", 3), height, width)
     elif name == "input_features" and hasattr(config, "max_source_positions"):

@@ -104,6 +104,7 @@ class ModelProfile:
     blocks: tuple[BlockProfile, ...]
     tokens_per_sample: int = 1
     rung: str = "fake_tensors"
+    rung_reason: str = ""  # why no better rung was reached
     fingerprint: str = ""
     bytes_per_element: int = 4  # of the floating-point values that the byte figures were taken with
 

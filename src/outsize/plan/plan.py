@@ -171,7 +171,8 @@ class Plan:
     verdicts: tuple[Verdict, ...] = ()
     model_fingerprint: str = ""
     cluster_fingerprint: str = ""
-    rung: str = "fake_tensors"
+    rung: str = "fake_tensors"  # how the model was recorded; see cost.error_bands
+    rung_reason: str = ""  # why no better rung was reached
 
     @property
     def microbatch_size(self) -> int:

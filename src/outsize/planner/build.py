@@ -44,6 +44,7 @@ def build_plan(job: Job, found: Evaluated, strategy: str, verdicts: tuple[Verdic
         verdicts=verdicts,
         model_fingerprint=job.profile.fingerprint,
         rung=job.profile.rung,
+        rung_reason=job.profile.rung_reason,
     )
 
 

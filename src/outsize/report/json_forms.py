@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from outsize.cost.error_bands import error_bands
 from outsize.plan.plan import Plan, Verdict
 
 __all__ = ["planning_form", "verdict_form"]
@@ -64,4 +65,7 @@ def _plan_form(plan: Plan) -> dict[str, Any]:
         "time_by_part_s": dict(prediction.time_by_part_s) if prediction else {},
         "peak_memory_bytes": prediction.peak_memory_bytes if prediction else None,
         "stages": [asdict(stage) for stage in plan.stages],
+        "rung": plan.rung,
+        "rung_reason": plan.rung_reason,
+        "error_bands": asdict(error_bands(plan.rung)),
     }

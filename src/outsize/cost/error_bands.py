@@ -1,0 +1,58 @@
+"""How far a prediction may be off, by how the model was recorded: the rung of the fallback ladder.
+
+Where a model is recorded on fake tensors, or described by formulas, the bands hold nine of ten published runs
+(`outsize validate`, docs/experiments.md). On real tensors sizes inside blocks are those of one sample batch;
+the bands are twice as wide. With parameter counts alone activations and FLOPs are guesses, and the bands hold
+what nine Hugging Face models had against the guess.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ErrorBands", "describe_rung", "error_bands"]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBands:
+    """Factors between which measured ÷ predicted is expected to lie, lowest and highest."""
+
+    memory: tuple[float, float]
+    step_time: tuple[float, float]
+
+
+_MEASURED = ErrorBands(memory=(0.93, 1.07), step_time=(0.83, 1.17))
+_BANDS = {
+    "formulas": _MEASURED,
+    "fake_tensors": _MEASURED,
+    "real_tensors": ErrorBands(memory=(0.86, 1.14), step_time=(0.66, 1.34)),
+    "parameter_counts": ErrorBands(memory=(0.3, 8.0), step_time=(0.9, 200.0)),
+}
+_SOURCES = {
+    "formulas": "formulas of a preset",
+    "fake_tensors": "a recording on fake tensors",
+    "real_tensors": "a recording on real tensors",
+    "parameter_counts": "parameter counts alone",
+}
+
+
+def error_bands(rung: str) -> ErrorBands:
+    """Return the bands of predictions for a model recorded on ``rung``."""
+    return _BANDS[rung]
+
+
+def describe_rung(rung: str, reason: str = "") -> str:
+    """Return a sentence on where predictions come from and how far they may be off.
+
+    ``reason`` says why no better rung was reached.
+    """
+    bands = error_bands(rung)
+    because = f" ({reason})" if reason else ""
+    return (
+        f"predicted from {_SOURCES[rung]}{because}: expect {_range(bands.memory)} times the memory and "
+        f"{_range(bands.step_time)} times the time"
+    )
+
+
+def _range(band: tuple[float, float]) -> str:
+    return f"{band[0]:g} to {band[1]:g}"
