@@ -4,6 +4,7 @@ import pytest
 
 from outsize.cluster.catalog import find_device
 from outsize.cost.compute import Conditions, Shards, estimate_block_s
+from outsize.cost.software import find_software
 from outsize.model.transformer_profile import TransformerConfig, transformer_profile
 
 # Korthikanti et al. 2022, table 4: one layer of the 22B model, A100, tensor parallel 8, micro-batch 4.
@@ -18,8 +19,9 @@ def test_a_layer_of_22b_takes_what_its_authors_measured() -> None:
     block = transformer_profile(_CONFIG).blocks[1]
     device = find_device("A100").device
     times = estimate_block_s(block, Conditions(device, "fp16", 4, Shards(tensor=8), 1.0))
-    assert times.forward_s + _ALL_REDUCE_S == pytest.approx(7.7e-3, rel=0.08)
-    assert times.backward_s < 11.9e-3 < times.backward_s + _ALL_REDUCE_S
+    factor = find_software("megatron_2021").factor
+    assert factor * (times.forward_s + _ALL_REDUCE_S) == pytest.approx(7.7e-3, rel=0.08)
+    assert factor * times.backward_s < 11.9e-3 < factor * (times.backward_s + _ALL_REDUCE_S)
     assert times.weight_s < times.backward_s / 2
 
 

@@ -38,6 +38,7 @@ class BlockCost:
     full_s: float  # added to backward by recomputing the block
     parameters: float
     trainable: float
+    expert_parameters: float  # of these, divided over ``ep``; the others are the same on all its members
     tied_parameters: float  # needed once more when the owner is on another stage
     buffer_bytes: float
     saved_bytes: float
@@ -60,6 +61,7 @@ class BlockCosts:
     full_s: Array
     parameters: Array
     trainable: Array
+    expert_parameters: Array
     tied_parameters: Array
     buffer_bytes: Array
     saved_bytes: Array
@@ -232,6 +234,7 @@ def _sizes(block: BlockProfile, samples: int, shards: Shards, scale: float, job:
     return {
         "parameters": parameters,
         "trainable": trainable,
+        "expert_parameters": block.num_expert_parameters / (tensor * shards.expert),
         "tied_parameters": block.num_tied_parameters / tensor,
         "buffer_bytes": float(block.buffer_bytes),
         "saved_bytes": amount(block.saved_activation_bytes, kept * narrow),

@@ -4,7 +4,7 @@ With n members and ``bytes`` held by each, a ring moves (Thakur et al. 2005):
 all-reduce 2 (n-1)/n · bytes, all-gather and reduce-scatter (n-1)/n · bytes, all-to-all (n-1)/n · bytes.
 A group over several machines works level by level: reduce-scatter inside, all-reduce of the pieces across
 the network, all-gather inside. Large messages pass the levels in pieces, all levels at once, so the slowest
-level sets the time, and latencies add up. Numbers of bytes may be arrays.
+level sets the time; latencies, and the time until pieces flow, add up. Numbers of bytes may be arrays.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from outsize.cluster.topology import Span
 
 __all__ = ["all_gather_s", "all_reduce_s", "all_to_all_s", "reduce_scatter_s", "send_s"]
 
-# A ring cuts a message into pieces; below about this size a collective does not reach its bandwidth
-# (8 x H200 all-reduce: half of the bandwidth at 16 MiB), which acts like bytes added to each message.
-KNEE_BYTES = 5.78e07
+# A ring cuts a message into pieces and needs a while until they flow: this many latencies of the link a pass,
+# or as long again as the message itself takes, if that is less. (8 x H200, all-reduce: 16 MiB takes 61 us and
+# 256 MiB 103 us longer than at full bandwidth; 4 x 8 B200 over Ethernet, 128 MiB 630 us.)
+RAMP_LATENCIES = 15.4
 
 
 def _steps(link: Link, members: int) -> float:
@@ -29,22 +30,23 @@ def _steps(link: Link, members: int) -> float:
 
 
 def _ring_s(link: Link, members: int, num_bytes: Any) -> Any:
-    """One pass over a ring (all-gather or reduce-scatter of ``num_bytes`` in all), without latency."""
-    if members <= 1:
-        return 0.0 * num_bytes
-    moved = num_bytes * (members - 1) / members
-    knee = np.minimum(KNEE_BYTES, moved)  # small messages are bound by latency, not by the knee
-    return (moved + knee) / link.bandwidth_bytes_per_s
+    """One pass over a ring (all-gather or reduce-scatter of ``num_bytes`` in all) at full bandwidth."""
+    return num_bytes * (members - 1) / members / link.bandwidth_bytes_per_s
+
+
+def _ramp_s(link: Link, time: Any) -> Any:
+    return np.minimum(RAMP_LATENCIES * link.latency_s, time)
 
 
 def all_gather_s(span: Span, num_bytes: Any) -> Any:
     """Seconds until every member holds the ``num_bytes`` that all members held in parts."""
-    time = _ring_s(span.inside, span.per_machine, num_bytes)
-    latency = _steps(span.inside, span.per_machine)
-    if span.across is not None:
-        time = np.maximum(time, _ring_s(span.across, span.num_machines, num_bytes / span.per_machine))
-        latency += _steps(span.across, span.num_machines)
-    return time + latency
+    inside = _ring_s(span.inside, span.per_machine, num_bytes)
+    waits = _ramp_s(span.inside, inside) + _steps(span.inside, span.per_machine)
+    if span.across is None:
+        return inside + waits
+    across = _ring_s(span.across, span.num_machines, num_bytes / span.per_machine)
+    waits += _ramp_s(span.across, across) + _steps(span.across, span.num_machines)
+    return np.maximum(inside, across) + waits
 
 
 def reduce_scatter_s(span: Span, num_bytes: Any) -> Any:

@@ -164,8 +164,8 @@ def _matmul_s(operator: OperatorProfile, conditions: Conditions) -> tuple[float,
     forward = rows * inner * narrow + weights * narrow + rows * columns * width
     through = rows * columns * narrow + weights * narrow + rows * inner * width
     accumulated = rows * (inner + columns) * narrow + 2 * weights * conditions.gradient_bytes
-    if conditions.precision == "fp8":  # read in 16 bits, write twice in 8: as it is and transposed
-        forward += 4 * rows * inner
+    if conditions.precision == "fp8":  # written twice in 8 bits, transposed too; gradients are read first
+        forward += 2 * rows * inner
         through += 4 * rows * columns
     weight_s = product_s + accumulated / conditions.bandwidth
     backward_s = product_s + through / conditions.bandwidth + weight_s

@@ -41,22 +41,37 @@ def gather_wait_s(
 
 
 def reduce_wait_s(
-    job: Job, layout: Layout, *, parameters: Number, trainable: Number, backward_s: Number
+    job: Job,
+    layout: Layout,
+    *,
+    parameters: Number,
+    trainable: Number,
+    backward_s: Number,
+    expert_parameters: Number = 0.0,
 ) -> Any:
-    """Seconds a step waits for gradients to be reduced and updated parameters to be gathered."""
+    """Seconds a step waits for gradients to be reduced and updated parameters to be gathered.
+
+    Members of ``ep`` hold different experts and see different samples: what is not an expert is reduced over
+    them too.
+    """
     mesh, per = layout.mesh, job.state
     if layout.state_sharding == "servers":
         num_bytes = parameters * per.parameter + trainable * per.gradient
         return server_traffic_s(job, mesh.dp, num_bytes)
     replicas = mesh.dp * mesh.fsdp * mesh.cp
-    if replicas == 1:
-        return 0.0 * backward_s
     hidden = job.software.overlap * backward_s
     gradients = trainable * per.gradient
+    shared = 0.0
+    if mesh.ep > 1:
+        over_experts = axis_span(job, mesh_stride(layout, "ep"), mesh.ep)
+        shared = all_reduce_s(over_experts, np.maximum(trainable - expert_parameters, 0.0) * per.gradient)
+    if replicas == 1:
+        return np.maximum(shared - hidden, 0.0 * backward_s)
     inner, num_shards = mesh_stride(layout, "cp"), layout.num_state_shards
     if num_shards == 1:
-        return np.maximum(all_reduce_s(axis_span(job, inner, replicas), gradients) - hidden, 0.0)
-    outer = all_reduce_s(axis_span(job, mesh_stride(layout, "dp"), mesh.dp), gradients / num_shards)
+        reduce = all_reduce_s(axis_span(job, inner, replicas), gradients) + shared
+        return np.maximum(reduce - hidden, 0.0)
+    outer = all_reduce_s(axis_span(job, mesh_stride(layout, "dp"), mesh.dp), gradients / num_shards) + shared
     if layout.state_sharding == "full":
         return np.maximum(outer - hidden, 0.0)
     shards = axis_span(job, inner, num_shards)

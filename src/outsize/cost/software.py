@@ -6,8 +6,9 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from statistics import median
 
-__all__ = ["Software", "find_software"]
+__all__ = ["Software", "find_software", "usual_factor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,5 +43,11 @@ def _tables() -> dict[str, Software]:
 
 
 def find_software(name: str) -> Software:
-    """Return the framework called ``name``; one that is not known counts as outsize itself."""
-    return _tables().get(name, Software(name=name))
+    """Return the framework called ``name``; one that is not known is as slow as known ones usually are."""
+    tables = _tables()
+    return tables[name] if name in tables else Software(name=name, factor=usual_factor())
+
+
+def usual_factor() -> float:
+    """The median factor of the known frameworks."""
+    return median(software.factor for software in _tables().values())

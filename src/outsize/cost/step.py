@@ -120,7 +120,11 @@ def _rank_times(job: Job, layout: Layout, costs: BlockCosts, assignment: Assignm
     }
     gather = gather_wait_s(job, layout, **held, forward_s=forward, backward_s=backward)
     reduce = reduce_wait_s(
-        job, layout, **held, backward_s=backward + ranks.total(costs.backward_communication_s)
+        job,
+        layout,
+        **held,
+        backward_s=backward + ranks.total(costs.backward_communication_s),
+        expert_parameters=ranks.total(costs.expert_parameters),
     )
     optimizer = optimizer_s(job, layout, held["trainable"])
     sends = _send_s(job, layout, costs, ranks)

@@ -190,7 +190,15 @@ class _StageTables:
         backward = (
             _ranges(costs.backward_s)[0, legal] * slower + _ranges(costs.backward_communication_s)[0, legal]
         )
-        reduce = reduce_wait_s(job, layout, parameters=held, trainable=trained, backward_s=backward)
+        experts = _ranges(costs.expert_parameters)[0, legal]
+        reduce = reduce_wait_s(
+            job,
+            layout,
+            parameters=held,
+            trainable=trained,
+            backward_s=backward,
+            expert_parameters=experts,
+        )
         tail: Array = reduce + optimizer_s(job, layout, trained)
         return tail
 
