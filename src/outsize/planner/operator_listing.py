@@ -40,13 +40,21 @@ def list_operator_rules(source: ModelSource, degree: int, *, num_samples: int = 
 
 
 def operators_of(program: Program, degree: int) -> list[OperatorSplits]:
-    """Return the distinct operators of a recording that read a tensor, in order of their first call."""
+    """Return the distinct operators of a recording that have something to divide, in order of first call.
+
+    Left out are those that read no tensor, or only numbers and such small ones that no dim of them or of
+    their result has an element for each of ``degree`` ranks.
+    """
     counts: dict[str, int] = {}
     first: dict[str, tuple[OperatorSignature, str]] = {}
     for index in live_nodes(program):
         node = program.nodes[index]
         if node.kind is NodeKind.OPERATOR and node.inputs:
             signature = signature_of(program, node)
+            if not any(
+                size >= degree for spec in (*signature.inputs, *signature.outputs) for size in spec.shape
+            ):
+                continue
             counts[signature.key] = counts.get(signature.key, 0) + 1
             first.setdefault(signature.key, (signature, node.module_path))
     finder = RuleFinder(degree, fused_segments(program))

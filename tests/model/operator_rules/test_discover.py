@@ -199,3 +199,25 @@ def test_rules_are_found_once(monkeypatch):
         path.write_text("{")
     with pytest.raises(ZeroDivisionError):
         rules(found)
+
+
+def test_a_width_of_heads_that_do_not_divide_is_cut_at_heads():
+    """Six heads over four ranks; without a known number of heads the width divides evenly."""
+    finder = RuleFinder(4)
+    heads = signature(lambda x: x.view(2, 5, 6, 8), aten.view.default, parameters=[(2, 5, 48)])
+    assert "S2[48]/6 -> S2[6]" in {str(rule) for rule in finder.uneven_rules(heads)}
+    product = signature(torch.mm, aten.mm.default, parameters=[(10, 48), (48, 16)])
+    assert "S1[48]/6, S0[48]/6 -> P" in {str(rule) for rule in finder.uneven_rules(product, {48: [6]})}
+    assert not any("[48]" in str(rule) for rule in finder.uneven_rules(product))
+
+
+def test_groups_and_channels_become_local_together():
+    """Group norm over half of the groups has half of the channels."""
+    found = signature(
+        lambda w, b, x: nn.functional.group_norm(x, 4, w, b),
+        aten.native_group_norm.default,
+        torch.zeros(3, 16, 5),
+        parameters=[(16,), (16,)],
+    )
+    by_channels = [rule for rule in RuleFinder(2).rules(found) if str(rule) == "S1, S0, S0 -> S1, S1, S1"]
+    assert len(by_channels[0].local_arguments) == 2

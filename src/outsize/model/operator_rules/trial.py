@@ -35,7 +35,7 @@ class Trial:
         self.generator = torch.Generator().manual_seed(seed)
         self.inputs = self._draw_valid_inputs()
         leaves = self._leaves(self.inputs)
-        self.outputs = self.signature.call(leaves)
+        self.outputs = self.signature.call(self._writable(leaves))
         self.output_gradients = [self._draw_gradient(output, leaves) for output in self.outputs]
         self.gradients = _gradients(self.outputs, self.output_gradients, leaves)
 
@@ -43,11 +43,6 @@ class Trial:
     def is_differentiable(self) -> bool:
         """Whether a gradient flows through the operator."""
         return any(gradient is not None for gradient in self.output_gradients)
-
-    @property
-    def shapes_of_outputs(self) -> list[tuple[int, ...]]:
-        """Shapes of the whole outputs."""
-        return [tuple(output.shape) for output in self.outputs]
 
     @property
     def is_repeatable(self) -> bool:
@@ -105,8 +100,13 @@ class Trial:
 
     def _draw_valid_inputs(self) -> list[torch.Tensor]:
         sizes = sorted({size for spec in self.signature.inputs for size in spec.shape if size}, reverse=True)
+        has_bags = self.signature.target is torch.ops.aten._embedding_bag.default
+        if has_bags:  # it reads beyond its table without a word
+            sizes = [self.signature.inputs[0].shape[0]]
         for bound in [*sizes, 2]:
             inputs = [self._draw(spec, bound) for spec in self.signature.inputs]
+            if has_bags:
+                inputs[2] = _starts_of_bags(inputs[1], inputs[2])
             try:
                 outputs = self.signature.call(inputs)
             except Exception:  # indices out of range, or values the operator refuses
@@ -127,6 +127,11 @@ class Trial:
             tensor.detach().clone().requires_grad_(spec.requires_grad)
             for tensor, spec in zip(tensors, self.signature.inputs, strict=True)
         ]
+
+    def _writable(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what stands for the leaves where the operator writes in place: leaves may not be written."""
+        is_mutable = getattr(getattr(self.signature.target, "_schema", None), "is_mutable", False)
+        return [leaf.clone() for leaf in leaves] if is_mutable else leaves
 
     def _draw_gradient(self, output: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Draw a gradient for an output through which one can flow; auxiliary outputs have none."""
@@ -180,7 +185,7 @@ class Trial:
 
         def run(axis: ThreadedAxis) -> list[torch.Tensor | None]:
             leaves = shards[axis.rank]
-            outputs = self._call(axis, leaves, rule)
+            outputs = self._call(axis, self._writable(leaves), rule)
             found = _gradients(outputs, [cut[axis.rank] for cut in cut_gradients], leaves)
             return [
                 torch.zeros_like(leaf) if gradient is None else gradient
@@ -188,6 +193,12 @@ class Trial:
             ]
 
         return _on_each_rank(run, degree, threads=bool(rule.kernel))
+
+
+def _starts_of_bags(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return offsets of bags of about the same size."""
+    steps = torch.arange(offsets.shape[0], dtype=offsets.dtype)
+    return steps * (indices.shape[0] // max(1, offsets.shape[0]))
 
 
 T = TypeVar("T")
