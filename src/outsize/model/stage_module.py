@@ -96,7 +96,7 @@ class StageModule(nn.Module):
         for node, callee, dropped in self._steps:
             self._run_step(node, callee, values, batch_entries)
             if loss_scales is not None:
-                self._scale_terms(node, values, loss_scales)
+                self._scale_terms(node, values, loss_scales, received)
             for value in dropped:
                 values.pop(value, None)
         if not self.part.is_last:
@@ -132,15 +132,29 @@ class StageModule(nn.Module):
         for value, position in zip(node.outputs, node.output_positions, strict=True):
             values[value] = results[position]
 
-    def _scale_terms(self, node: Node, values: dict[int, Any], loss_scales: Sequence[float]) -> None:
+    def _scale_terms(
+        self,
+        node: Node,
+        values: dict[int, Any],
+        loss_scales: Sequence[float],
+        received: Sequence[torch.Tensor],
+    ) -> None:
         for value in node.outputs:
             if value in self._term_of and value in values:
-                values[value] = _scaled(values[value], loss_scales[self._term_of[value]])
+                scale = loss_scales[self._term_of[value]]
+                values[value] = values[value] * scale if scale else self._nothing(values[value], received)
 
+    def _nothing(self, term: torch.Tensor, received: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what a term with a share of zero counts: zero, with gradients of zero.
 
-def _scaled(term: torch.Tensor, scale: float) -> torch.Tensor:
-    """A mean over no elements is not a number: with a share of zero it counts nothing."""
-    return term * scale if scale else torch.nan_to_num(term) * 0.0
+        A mean over no elements is 0 / 0 and so is its gradient: zero times that would not be zero.
+        """
+        anchors = [value for value in received if value.requires_grad]
+        anchors = anchors or [parameter for parameter in self.parameters() if parameter.requires_grad][:1]
+        zero = torch.zeros_like(term)
+        for anchor in anchors:
+            zero = zero + (0.0 * anchor.sum()).to(term.dtype)
+        return zero
 
 
 def _references(outputs: Sequence[Any]) -> set[int]:
