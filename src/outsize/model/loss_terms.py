@@ -122,7 +122,7 @@ class _Walk:
             divisor = self._guarded(other) if is_division else None
             if divisor is None:
                 return self.terms_of(varying[0], factor / other if is_division else factor * other)
-        elif not self._reads_the_batch(self.producers[other.value]):
+        elif not self._reads_samples(other.value):  # the same number for every micro-batch
             return self.terms_of(varying[0], factor)
         else:
             divisor = self._without_bound(other.value) if is_division else None
@@ -136,12 +136,14 @@ class _Walk:
         return [LossTerm(self.producers[value], value, divisor=divisor)]
 
     def _guarded(self, number: float) -> int | None:
-        """Return the value that a plain number was read from, where it comes from the batch."""
+        """Return the value that a plain number was read from, where it comes from samples of the batch."""
         return next(
             (
                 guard.value
                 for guard in self.program.guards
-                if not isinstance(guard.expected, tuple) and guard.expected == number
+                if not isinstance(guard.expected, tuple)
+                and guard.expected == number
+                and self._reads_samples(guard.value)
             ),
             None,
         )
@@ -187,6 +189,12 @@ class _Walk:
 
     def _reads_the_batch(self, index: int) -> bool:
         return any(self.program.nodes[other].kind is NodeKind.INPUT for other in self._ancestors(index))
+
+    def _reads_samples(self, value: int) -> bool:
+        """Whether a value depends on entries of the batch that are cut into micro-batches."""
+        nodes = (self.program.nodes[index] for index in self._ancestors(self.producers[value]))
+        entries = [node.outputs[0] for node in nodes if node.kind is NodeKind.INPUT]
+        return any(self.program.specs[entry].shape[:1] == (self.num_samples,) for entry in entries)
 
     def _ancestors(self, index: int) -> Iterator[int]:
         seen, stack = {index}, [index]

@@ -150,10 +150,10 @@ class StageModule(nn.Module):
         A mean over no elements is 0 / 0 and so is its gradient: zero times that would not be zero.
         """
         anchors = [value for value in received if value.requires_grad]
-        anchors = anchors or [parameter for parameter in self.parameters() if parameter.requires_grad][:1]
+        own = [parameter for parameter in self.parameters() if parameter.requires_grad]
         zero = torch.zeros_like(term)
-        for anchor in anchors:
-            zero = zero + (0.0 * anchor.sum()).to(term.dtype)
+        for anchor in anchors or own[:1]:
+            zero = zero + (0.0 * anchor.sum()).real.to(term.dtype)
         return zero
 
 
