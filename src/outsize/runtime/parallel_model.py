@@ -27,6 +27,7 @@ from outsize.runtime.mesh import ProcessMesh
 from outsize.runtime.microbatches import BatchSplitter
 from outsize.runtime.model_state import initialise_optimizer_state, state_entries
 from outsize.runtime.prediction import Predictor
+from outsize.runtime.random_streams import random_stream
 from outsize.runtime.tied_parameters import TiedParameters
 
 __all__ = ["HeldState", "ParallelModel", "StepResult"]
@@ -102,9 +103,10 @@ class ParallelModel:
         split = self._splitter.split(batch)
         self.optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for microbatches in split.accumulation_steps:
-            executor = self.executions.executor([each.placement for each in microbatches])
-            loss += executor.train([each.inputs for each in microbatches])
+        with random_stream(self.plan.seed, self.num_steps, self.mesh):
+            for microbatches in split.accumulation_steps:
+                executor = self.executions.executor([each.placement for each in microbatches])
+                loss += executor.train([each.inputs for each in microbatches])
         sum_gradients(list(self.parameters.values()), self.mesh.group("dp"))
         self._held.tied.sum_gradients(self.parameters)
         counted = {n: p for n, p in self.parameters.items() if self._held.is_counted(n, self.mesh)}
