@@ -78,6 +78,8 @@ def _run(
 ) -> None:
     graph = _Graph([output.grad_fn for output in outputs if output.grad_fn is not None])
     products, leaves = graph.divide()
+    known = {id(leaf) for leaf in leaves}
+    leaves += [each for each in outputs if each.is_leaf and id(each) not in known]  # received, handed on
     if not leaves:
         return
     with _intercepted(products, handle):
