@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
-from outsize.errors import RecordingError
+from outsize.model.prepared_call import prepare_call
 from outsize.model.program import Node, NodeKind, Program, Ref
 from outsize.model.recompute import recomputed
 from outsize.model.slice import Slice
@@ -44,7 +44,7 @@ class StageModule(nn.Module):
     def apply_recompute(self, blocks: Collection[str]) -> None:
         """Keep only the inputs of these blocks from forward to backward, and run them again there."""
         self._steps = [
-            (node, recomputed(callee), dropped)
+            (node, prepare_call(node, recomputed(self.get_submodule(str(node.target)))), dropped)
             if node.kind is NodeKind.MODULE and node.target in blocks
             else (node, callee, dropped)
             for node, callee, dropped in self._steps
@@ -79,11 +79,14 @@ class StageModule(nn.Module):
 
     def _callee(self, node: Node) -> Any:
         if node.kind is NodeKind.MODULE:
-            return self.get_submodule(str(node.target))
+            return prepare_call(node, self.get_submodule(str(node.target)))
         if node.kind in (NodeKind.PARAMETER, NodeKind.BUFFER):
             owner, _, leaf = str(node.target).rpartition(".")
             return self.get_submodule(owner), leaf
-        return node.target
+        if node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
+            return node.target
+        assert callable(node.target)
+        return prepare_call(node, node.target)
 
     def forward(
         self,
@@ -114,23 +117,7 @@ class StageModule(nn.Module):
         elif node.kind is NodeKind.CONSTANT:
             values[node.outputs[0]] = self._constants[callee]
         else:
-            self._call(node, callee, values)
-
-    def _call(self, node: Node, callee: Any, values: dict[int, Any]) -> None:
-        assert node.structure is not None
-        args, kwargs = tree_unflatten(
-            [values[leaf.value] if isinstance(leaf, Ref) else leaf for leaf in node.arguments], node.structure
-        )
-        with torch.set_grad_enabled(node.grad_enabled and torch.is_grad_enabled()):
-            results = tree_flatten(callee(*args, **kwargs))[0]
-        if len(results) != node.num_results:
-            raise RecordingError(
-                f"{node.target} returned {len(results)} values, {node.num_results} when it was recorded",
-                why="its forward takes another path than it did while it was recorded",
-                attempt="make the forward independent of the values of tensors and of counters",
-            )
-        for value, position in zip(node.outputs, node.output_positions, strict=True):
-            values[value] = results[position]
+            callee(values)
 
     def _scale_terms(
         self,
