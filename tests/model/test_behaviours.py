@@ -207,21 +207,24 @@ class Recomputing(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_(self.use_reentrant)
+        x = x.clone().requires_grad_(self.use_reentrant)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.use_reentrant)
         return x.square().mean()
 
 
-def test_a_models_own_recomputation_is_recorded_through() -> None:
-    """Row B187, without reentry: gradients are exact at every cut."""
-    assert_same_everywhere(build(lambda: Recomputing(use_reentrant=False)), (X,), num_cuts=3)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_models_own_recomputation_is_recorded_through(use_reentrant: bool) -> None:
+    """Row B187, both variants: gradients are exact at every cut."""
+    assert_same_everywhere(build(lambda: Recomputing(use_reentrant=use_reentrant)), (X,), num_cuts=3)
 
 
-def test_hugging_face_recomputation_inside_blocks_is_kept() -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_hugging_face_recomputation_inside_blocks_is_kept(use_reentrant: bool) -> None:
     """Blocks that recompute themselves do so in stages too."""
     module, batch = llama()
-    module.gradient_checkpointing_enable()
+    module.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    module.enable_input_require_grads()
     assert_same_everywhere(module, batch)
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from outsize.model.program import NodeKind
 from outsize.model.recorder import Recorder
@@ -25,6 +26,9 @@ def autograd_functions_recorded(recorder: Recorder) -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         call = original.__get__(None, cls)
         # operators of libraries have such functions inside, and are recorded themselves
+        if recorder.leaf is None and cls is CheckpointFunction:
+            function, _, *inputs = args  # recomputation is up to the plan; what is computed is recorded
+            return function(*inputs)
         if recorder.leaf is not None or cls.__module__.startswith("torch."):
             return call(*args, **kwargs)
         arguments = recorder.flatten_arguments(args, kwargs)

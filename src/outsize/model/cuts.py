@@ -58,12 +58,8 @@ def find_cut(program: Program, label: str) -> int:
 def _spans_of_buffers(program: Program) -> list[tuple[int, int]]:
     """Return the first and the last node that uses each buffer which a node that is computed once writes."""
     tainted = tainted_nodes(program)
-    written = {
-        program.storages[value]
-        for index in buffer_writers(program)
-        if tainted[index]
-        for value in program.nodes[index].mutates
-    }
+    writers = buffer_writers(program)
+    written = {storage for index, storages in writers.items() if tainted[index] for storage in storages}
     uses: dict[int, list[int]] = {}
     for index, node in enumerate(program.nodes if written else ()):
         for storage in {program.storages[value] for value in node.inputs} & written:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outsize.model.program import NodeKind, Program, Ref
+from outsize.model.program import Node, NodeKind, Program, Ref
 
 __all__ = ["buffer_writers", "live_nodes", "wanted_values"]
 
@@ -14,18 +14,25 @@ def wanted_values(program: Program) -> tuple[int, ...]:
     return tuple(dict.fromkeys(leaf.value for leaf in program.outputs if isinstance(leaf, Ref)))
 
 
-def buffer_writers(program: Program) -> list[int]:
-    """Return indices of the nodes that write a buffer in place, such as running statistics between blocks."""
+def buffer_writers(program: Program) -> dict[int, set[int]]:
+    """Return the nodes that write buffers, such as running statistics between blocks, with those storages."""
     buffers = {
         program.storages[value]
         for _, node in program.nodes_of_kind(NodeKind.BUFFER)
         for value in node.outputs
     }
-    return [
-        index
-        for index, node in enumerate(program.nodes)
-        if any(program.storages[value] in buffers for value in node.mutates)
-    ]
+    found = {}
+    for index, node in enumerate(program.nodes if buffers else ()):
+        written = buffers & {program.storages[value] for value in _written(node)}
+        if written:
+            found[index] = written
+    return found
+
+
+def _written(node: Node) -> tuple[int, ...]:
+    """Return the values that a node writes in place; batch norm in training does not declare it."""
+    is_undeclared = "batch_norm" in str(node.target) and any(each is True for each in node.arguments)
+    return node.inputs if is_undeclared and node.kind is NodeKind.OPERATOR else node.mutates
 
 
 def live_nodes(program: Program) -> list[int]:
@@ -40,7 +47,7 @@ def live_nodes(program: Program) -> list[int]:
         for value in node.mutates:
             writers.setdefault(program.storages[value], []).append(index)
     live: set[int] = set()
-    stack = [producers[value] for value in wanted_values(program)] + buffer_writers(program)
+    stack = [producers[value] for value in wanted_values(program)] + [*buffer_writers(program)]
     while stack:
         index = stack.pop()
         if index in live:
