@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F  # noqa: N812 - as torch's users know it
 from torch.utils.checkpoint import checkpoint
 
@@ -180,3 +181,13 @@ def test_parameters_with_hooks_are_left_to_autograd() -> None:
     layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     full_backward([layer(torch.randn(3, 4, requires_grad=True))], [torch.ones(3, 4)])
     assert torch.equal(seen[0], layer.weight.grad)
+
+
+def test_what_is_passed_on_gets_its_gradient() -> None:
+    """A skip connection over a stage: an output is an input itself; of the other its edge is kept."""
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    skipped = torch.randn(3, 4, requires_grad=True)
+    edge = get_gradient_edge(layer(x))
+    full_backward([skipped, edge], [torch.full((3, 4), 2.0), torch.ones(3, 4)])
+    assert torch.equal(skipped.grad, torch.full((3, 4), 2.0))
+    torch.testing.assert_close(x.grad, torch.ones(3, 4) @ layer.weight.detach())

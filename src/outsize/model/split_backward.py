@@ -22,9 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["WeightGradients", "full_backward", "input_gradients"]
+__all__ = ["Output", "WeightGradients", "full_backward", "input_gradients"]
+
+Output = torch.Tensor | GradientEdge  # an edge stands for a tensor that is not kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class WeightGradients:
             self._pending.pop()()
 
 
-def input_gradients(outputs: Sequence[torch.Tensor], gradients: Sequence[Any] | None) -> WeightGradients:
+def input_gradients(outputs: Sequence[Output], gradients: Sequence[Any] | None) -> WeightGradients:
     """Run backward from ``outputs``, but put off the weight gradients that are products.
 
     ``gradients`` has one entry an output, or None for scalars. Gradients of everything else, the tensors
@@ -66,20 +68,19 @@ def input_gradients(outputs: Sequence[torch.Tensor], gradients: Sequence[Any] | 
     return later
 
 
-def full_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[Any] | None) -> None:
+def full_backward(outputs: Sequence[Output], gradients: Sequence[Any] | None) -> None:
     """Run backward as ``torch.autograd.backward`` does, but add products straight to ``weight.grad``."""
     _run(outputs, gradients, lambda add: add())
 
 
 def _run(
-    outputs: Sequence[torch.Tensor],
+    outputs: Sequence[Output],
     gradients: Sequence[Any] | None,
     handle: Callable[[Callable[[], None]], None],
 ) -> None:
-    graph = _Graph([output.grad_fn for output in outputs if output.grad_fn is not None])
+    edges = [each if isinstance(each, GradientEdge) else get_gradient_edge(each) for each in outputs]
+    graph = _Graph([edge.node for edge in edges])
     products, leaves = graph.divide()
-    known = {id(leaf) for leaf in leaves}
-    leaves += [each for each in outputs if each.is_leaf and id(each) not in known]  # received, handed on
     if not leaves:
         return
     with _intercepted(products, handle):

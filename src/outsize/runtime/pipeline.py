@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _derive_grad_metas, extract_tensor_metas
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
@@ -22,7 +23,7 @@ from outsize.runtime.stage_executor import MicrobatchInputs, StageForMicrobatche
 __all__ = ["PipelineExecutor"]
 
 _FORWARD_KINDS = {_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F}
-MAX_PENDING_SENDS = 2  # gradients on their way; the sender waits rather than keep more
+MAX_PENDING_SENDS = 2  # of a stage, on their way; the sender waits rather than keep more
 
 
 class PipelineExecutor:
@@ -148,7 +149,7 @@ class _Stage(PipelineStage):
             output_args=() if stage.is_last else _described(first.program, first.part.sent),
             group=group,
         )
-        self._forward_sends: dict[int, list[dist.Work]] = {}
+        self._to_send: dict[int, tuple[torch.Tensor, ...]] = {}
         self._pending_sends: deque[list[dist.Work]] = deque()
         self._recordings = [stage.stage_of(chunk) for chunk in range(schedule.num_microbatches)]
         self._weight_gradients: dict[int, WeightGradients] = {}
@@ -173,6 +174,22 @@ class _Stage(PipelineStage):
                 for index, meta in enumerate(_derive_grad_metas(extract_tensor_metas(sent) or ()))
             )
 
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Run forward; what is sent is kept until it is sent, and of it only the way back after that."""
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        sent, inputs = self.fwd_cache[fwd_chunk_id]
+        if not self.is_last:
+            self._to_send[fwd_chunk_id] = () if self._next_is_here else sent
+            sent = tuple(get_gradient_edge(value) if value.requires_grad else None for value in sent)
+        self.fwd_cache[fwd_chunk_id] = (sent, inputs[: len(self.args_recv_info[fwd_chunk_id])])
+        return output
+
     def backward_one_chunk(
         self,
         bwd_chunk_id: int,
@@ -182,17 +199,17 @@ class _Stage(PipelineStage):
     ) -> None:
         """Run backward, or its first part: leave the gradients of what was received to be sent."""
         del last_backward
-        sent, inputs = self.fwd_cache.pop(bwd_chunk_id)
+        sent, received = self.fwd_cache.pop(bwd_chunk_id)
         if loss is None:
             later = _run_backward(sent, self._retrieve_recv_grads(bwd_chunk_id), full=full_backward)
         else:
-            later = _run_backward((loss,), (None,), full=full_backward)
+            edge = get_gradient_edge(loss) if loss.requires_grad else None
+            later = _run_backward((edge,), (torch.ones_like(loss),), full=full_backward)
             if not loss._is_view():
                 loss.detach_()  # the runtime keeps it, and its graph would keep what was received
         if not full_backward:
             self._weight_gradients[bwd_chunk_id] = later
         if not self.is_first:
-            received = inputs[: len(self.args_recv_info[bwd_chunk_id])]
             self.bwd_cache[bwd_chunk_id] = tuple(_take_gradient(tensor) for tensor in received)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -202,17 +219,21 @@ class _Stage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send at once and give torch nothing to do: it would hold all sent tensors until the step ends."""
-        works = _start_all(self._tagged(super().get_fwd_send_ops(fwd_chunk_id), fwd_chunk_id))
-        if self.has_backward:
-            self._forward_sends[fwd_chunk_id] = works  # done once the gradient comes back
-        else:
-            self._add_pending(works)
+        kept = self.fwd_cache[fwd_chunk_id]
+        self.fwd_cache[fwd_chunk_id] = (self._to_send.pop(fwd_chunk_id), ())
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        self.fwd_cache[fwd_chunk_id] = kept
+        self._add_pending(_start_all(self._tagged(operations, fwd_chunk_id)))
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         operations = super().get_bwd_send_ops(bwd_chunk_id)
         self._add_pending(_start_all(self._tagged(operations, bwd_chunk_id, is_backward=True)))
         return []
+
+    @property
+    def _next_is_here(self) -> bool:
+        return self.stage_index_to_group_rank[self.stage_index + 1] == self.group_rank
 
     def _tagged(
         self, operations: list[dist.P2POp], chunk: int, *, sender: int = 0, is_backward: bool = False
@@ -262,7 +283,6 @@ class _Stage(PipelineStage):
         return received
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor | None, ...]:
-        _wait_all(self._forward_sends.pop(bwd_chunk_id, []))
         received: tuple[torch.Tensor | None, ...] = super()._retrieve_recv_grads(bwd_chunk_id)
         _drop_buffers(self.grad_recv_info[bwd_chunk_id])
         return received
@@ -275,13 +295,13 @@ class _Stage(PipelineStage):
 
 
 def _run_backward(
-    outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], *, full: bool
+    outputs: Sequence[GradientEdge | None], gradients: Sequence[torch.Tensor | None], *, full: bool
 ) -> WeightGradients:
-    """Run backward from the outputs that have a gradient; a scalar's is 1."""
+    """Run backward from the outputs that have a gradient."""
     pairs = [
         (output, gradient)
         for output, gradient in zip(outputs, gradients, strict=True)
-        if output.requires_grad and (gradient is not None or output.dim() == 0)
+        if output is not None and gradient is not None
     ]
     roots, flowing = [output for output, _ in pairs], [gradient for _, gradient in pairs]
     if full:
