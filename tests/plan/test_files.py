@@ -30,6 +30,8 @@ def test_a_saved_plan_loads_as_the_same_plan(plan, tmp_path) -> None:
         ({"mesh": {"pp": "x"}}, r"mesh.*pp"),
         ({"stages": None}, "stages"),
         ({"surprise": 1}, "surprise"),
+        ({"skip_connections": "sent_directly"}, "skip_connections"),
+        ({"batch_norm": "frozen"}, "batch_norm"),
     ],
 )
 def test_a_wrong_plan_is_refused_by_field(plan, change, part) -> None:
