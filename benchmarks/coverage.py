@@ -1,6 +1,6 @@
 """Prints as JSON which model families can be recorded and split, and how exact their gradients are.
 
-    python benchmarks/coverage.py [FAMILY ...] [--table]
+    python benchmarks/coverage.py [FAMILY ...] [--write docs/coverage.md]
 
 Every family is cut once at every legal place (two stages) and into 2, 3 and 4 even stages; the gradients of
 the stages are compared with those of the whole model in float64.
@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import time
 import warnings
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -82,15 +84,22 @@ def table(rows: list[Coverage]) -> str:
     return "\n".join(lines)
 
 
+def with_table(page: str, new: str) -> str:
+    """Return a page with its one table replaced."""
+    return re.sub(r"^\|.*?(?=\n\n)", lambda _: new, page, count=1, flags=re.DOTALL | re.MULTILINE)
+
+
 def main() -> None:
     """Cover the families named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--table", action="store_true", help="print Markdown instead of JSON")
+    parser.add_argument("--write", type=Path, help="put a table in the place of the one in this page")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     rows = [cover(FAMILIES[name]) for name in options.families]
-    print(table(rows) if options.table else json.dumps([asdict(row) for row in rows], indent=2))
+    print(json.dumps([asdict(row) for row in rows], indent=2))
+    if options.write:
+        options.write.write_text(with_table(options.write.read_text(), table(rows)))
 
 
 if __name__ == "__main__":
