@@ -19,12 +19,16 @@ from outsize.cost.layout import Assignment, Job, Layout
 from outsize.cost.memory import estimate_memory
 from outsize.cost.step import estimate_step
 from outsize.errors import PlanError
-from outsize.model.deferred import build_deferred
+from outsize.model.cuts import find_cut
+from outsize.model.deferred import DeferredModel, build_deferred
 from outsize.model.profile import Amount, ModelProfile
 from outsize.model.profiling import profile_recordings, record_for_profile
+from outsize.model.record import record_module
+from outsize.model.slice import slice_program
 from outsize.plan.plan import Mesh
 from outsize.planner.search import plan_job
 from outsize.planner.stages import cut_stages
+from outsize.runtime.materialise import held_names
 from outsize.units import GIB, MIB
 
 
@@ -215,14 +219,39 @@ def test_the_end_with_the_large_embedding_gets_fewer_layers() -> None:
     assert sum(len(stage.blocks) for stage in tight.stages) == 9
 
 
-def test_every_parameter_has_one_owner_and_ties_are_listed() -> None:
+@pytest.fixture(scope="module")
+def recorded() -> tuple[DeferredModel, ModelProfile]:
+    """A language model of eight blocks whose head shares the embedding, and its profile."""
+    deferred = build_deferred(tied_model)
+    recordings = record_for_profile(deferred.module, lambda num_samples: token_batch(num_samples, seed=0))
+    return deferred, profile_recordings(deferred.module, recordings)
+
+
+def test_every_parameter_has_one_owner_and_ties_are_listed(
+    recorded: tuple[DeferredModel, ModelProfile],
+) -> None:
     """The stages of a recorded model own each parameter once; the head's stage lists the tied embedding."""
-    module = build_deferred(tied_model).module
-    recordings = record_for_profile(module, lambda num_samples: token_batch(num_samples, seed=0))
-    profile = profile_recordings(module, recordings)
+    deferred, profile = recorded
     plan = plan_job(profile, make_cluster([GIB] * 3), global_batch=12, mesh=Mesh(pp=3)).best
     owned = {block.name: block.parameter_names for block in profile.blocks}
     names = [name for stage in plan.stages for block in stage.blocks for name in owned[block]]
-    assert sorted(names) == sorted(name for name, _ in module.named_parameters())
+    assert sorted(names) == sorted(name for name, _ in deferred.module.named_parameters())
     assert sum(stage.num_parameters for stage in plan.stages) == profile.num_parameters
     assert [stage.tied for stage in plan.stages] == [(), (), ("embedding.weight",)]
+
+
+def test_the_predicted_parameters_of_a_stage_are_those_it_holds(
+    recorded: tuple[DeferredModel, ModelProfile],
+) -> None:
+    """B195: for every way to cut the model in three, planned and held parameters agree stage by stage."""
+    deferred, profile = recorded
+    module = deferred.module
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    program = record_module(module, token_batch(2, seed=0))
+    for cuts in combinations([block.cut_label for block in profile.blocks if block.cut_label], 2):
+        plan = plan_job(profile, make_cluster([GIB] * 3), global_batch=12, cuts=cuts).best
+        parts = slice_program(program, [find_cut(program, cut) for cut in cuts])
+        for stage, part in zip(plan.stages, parts, strict=True):
+            held = {deferred.ties.get(name, name) for name in held_names(deferred, [part])} & set(sizes)
+            planned = stage.num_parameters + sum(sizes[name] for name in stage.tied)
+            assert planned == sum(sizes[name] for name in held), (cuts, stage.index)
