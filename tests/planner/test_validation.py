@@ -80,10 +80,10 @@ def test_the_planners_choice_is_at_least_as_fast_as_what_was_published(tmp_path)
         writer.writeheader()
         writer.writerow(small)
     runs, refused = load_runs(path)
-    ratios = choice_ratios([predict_run(runs[0])])
+    ratios = list(choice_ratios([predict_run(runs[0])]))
     assert not refused
     assert len(ratios) == 1
-    assert ratios[0] <= 1
+    assert ratios[0] >= 1
 
 
 @pytest.mark.skipif(not _SHARED.exists(), reason="the published runs are not beside this checkout")

@@ -73,16 +73,18 @@ def test_a_faster_schedule_is_not_chosen_where_it_does_not_fit() -> None:
         recompute_input_bytes=Amount(64e6),
     )
     cluster = parse_cluster("4xA10")
+    schedules = ("1f1b", "interleaved_1f1b")
+    fixed = replace(ALL_LAYOUTS, schedules=schedules, allows_recompute=False, num_microbatches=8)
     needed = {}
     for virtual in (1, 2):
-        space = replace(ALL_LAYOUTS, max_virtual_stages=virtual, allows_recompute=False, num_microbatches=8)
+        space = replace(fixed, max_virtual_stages=virtual)
         plan = plan_job(profile, cluster, global_batch=8, mesh=Mesh(pp=4), space=space).best
         needed[virtual] = plan.prediction.peak_memory_bytes
         assert plan.schedule.num_virtual_stages == virtual
     between = (needed[1] + needed[2]) // 2
     device = replace(cluster.devices[0], memory_bytes=between)
     limited = replace(cluster, machines=(replace(cluster.machines[0], devices=(device,) * 4),))
-    space = replace(ALL_LAYOUTS, max_virtual_stages=2, allows_recompute=False, num_microbatches=8)
+    space = replace(fixed, max_virtual_stages=2)
     plan = plan_job(profile, limited, global_batch=8, mesh=Mesh(pp=4), space=space).best
     assert plan.schedule.num_virtual_stages == 1
 

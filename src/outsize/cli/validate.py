@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from outsize.planner.validation import Prediction
 
 __all__ = ["validate"]
@@ -46,7 +48,7 @@ def _form(predictions: list[Prediction], refused: list[tuple[int, str]], *, choi
 
     ran_out = [prediction for prediction in predictions if prediction.run.ran_out_of_memory]
     timed = [prediction for prediction in predictions if prediction.run.step_time_s]
-    known = choice_ratios(timed) if choices else []
+    known = _with_progress(choice_ratios(timed), len(timed)) if choices else []
     return {
         "time": error_summary(predictions, lambda prediction: prediction.time_error),
         "memory": error_summary(predictions, lambda prediction: prediction.memory_error),
@@ -59,6 +61,14 @@ def _form(predictions: list[Prediction], refused: list[tuple[int, str]], *, choi
             "num_rows": len(known),
         },
     }
+
+
+def _with_progress(ratios: Iterator[float], most: int) -> list[float]:
+    """Take all ratios, counting them on the error stream."""
+    from rich.console import Console
+    from rich.progress import track
+
+    return list(track(ratios, "planning", total=most, console=Console(stderr=True), transient=True))
 
 
 def _show(predictions: list[Prediction], form: dict[str, Any], *, rows: bool) -> None:
@@ -75,8 +85,8 @@ def _show(predictions: list[Prediction], form: dict[str, Any], *, rows: bool) ->
     ratio = form["choice_ratio"]
     if ratio["num_rows"]:
         console.print(
-            f"the planner's own choice takes {ratio['median']:.2f} of the published configuration's "
-            f"predicted time (median of {ratio['num_rows']}; {ratio['min']:.2f} to {ratio['max']:.2f})"
+            f"the planner's own choice is predicted {ratio['median']:.2f} times as fast as the published one "
+            f"(median of {ratio['num_rows']}; {ratio['min']:.2f} to {ratio['max']:.2f})"
         )
     reasons: dict[str, int] = {}
     for entry in form["not_modelled"]:

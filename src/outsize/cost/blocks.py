@@ -119,6 +119,11 @@ class BlockCosts:
         return int(counts[most]), float(times[most])
 
     @cached_property
+    def least_output_bytes(self) -> float:
+        """Bytes that cross the cheapest cut."""
+        return float(self.output_bytes[:-1].min(initial=np.inf)) if len(self.blocks) > 1 else 0.0
+
+    @cached_property
     def whole_saved_bytes(self) -> float:
         """Bytes that one micro-batch keeps in all blocks, nothing recomputed."""
         return float(self.saved_bytes.sum())
@@ -127,10 +132,18 @@ class BlockCosts:
     def recompute_rate(self) -> tuple[float, float]:
         """Most bytes that recomputing can free, and the fewest seconds a byte of it takes."""
         saving = np.maximum(self.saved_bytes - self.full_saved_bytes, 0.0)
-        useful = saving > 0
-        if not useful.any():
-            return 0.0, 0.0
-        return float(saving.sum()), float((self.full_s[useful] / saving[useful]).min())
+        scores = np.maximum(self.saved_bytes - self.selective_saved_bytes, 0.0)
+        rates = [
+            float((seconds[freed > 0] / freed[freed > 0]).min())
+            for seconds, freed in ((self.full_s, saving), (self.selective_s, scores))
+            if (freed > 0).any()
+        ]
+        return float(np.maximum(saving, scores).sum()), min(rates, default=0.0)
+
+    @cached_property
+    def has_scores(self) -> bool:
+        """Whether recomputing attention scores alone frees memory."""
+        return bool((self.selective_saved_bytes < self.saved_bytes).any())
 
     @cached_property
     def whole_forward_s(self) -> float:

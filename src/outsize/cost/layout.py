@@ -15,7 +15,7 @@ from outsize.cost.software import Software
 from outsize.model.profile import ModelProfile
 from outsize.plan.plan import Mesh, OptimizerSpec
 
-__all__ = ["RECOMPUTE_MODES", "SCHEDULES", "STATE_SHARDINGS", "Assignment", "Job", "Layout"]
+__all__ = ["RECOMPUTE_MODES", "SCHEDULES", "STATE_SHARDINGS", "V_SHAPED", "Assignment", "Job", "Layout"]
 
 RECOMPUTE_MODES = ("none", "selective", "full")
 _MODE_INDEX = {mode: index for index, mode in enumerate(RECOMPUTE_MODES)}
@@ -26,7 +26,7 @@ SCHEDULES = (
 # A backward in two parts keeps output gradients until the weights' part has run.
 SPLIT_BACKWARD_SHARE = 1.05
 SPLIT_BACKWARD = {"zb_h1", "zb_h2", "zb_2p"}
-_V_SHAPED = {"zb_v", "v_half"}
+V_SHAPED = {"zb_v", "v_half"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Layout:
 
     def chunks_of(self, stage: int) -> Sequence[int]:
         """Chunks that pipeline rank ``stage`` holds: every ``pp``-th, or down and up again (V-shaped)."""
-        if self.schedule in _V_SHAPED:
+        if self.schedule in V_SHAPED:
             return (stage, self.num_chunks - 1 - stage)
         return range(stage, self.num_chunks, self.mesh.pp)
 
@@ -96,7 +96,7 @@ class Layout:
     def rank_of_chunk(self) -> NDArray[np.intp]:
         """Pipeline rank of each chunk."""
         chunks = np.arange(self.num_chunks)
-        if self.schedule in _V_SHAPED:
+        if self.schedule in V_SHAPED:
             return np.minimum(chunks, self.num_chunks - 1 - chunks)
         return chunks % self.mesh.pp
 
@@ -124,7 +124,7 @@ class Layout:
             counts = [p - stage + 2]
         elif self.schedule in {"zb_h2", "zb_2p"}:
             counts = [2 * (p - stage)]
-        elif self.schedule in _V_SHAPED:
+        elif self.schedule in V_SHAPED:
             total, up = (2 * p, stage + 1) if self.schedule == "zb_v" else (p + 2, stage // 2 + 1)
             counts = [total - up, up]
         else:

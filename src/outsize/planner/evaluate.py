@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from outsize.cost.blocks import BlockCosts, estimate_block_costs
 from outsize.cost.idle_share import idle_share
 from outsize.cost.layout import Assignment, Job, Layout
-from outsize.cost.replicas import gather_wait_s
-from outsize.cost.step import StepEstimate, estimate_step
-from outsize.planner.stages import cut_stages
+from outsize.cost.replicas import gather_wait_s, optimizer_s, reduce_wait_s
+from outsize.cost.step import StepEstimate, estimate_step, sent_parts, stage_link
+from outsize.planner.even_bounds import even_bounds
+from outsize.planner.recomputation import recompute_less
+from outsize.planner.stages import cut_stages, legal_boundaries
 
 __all__ = ["Evaluated", "Evaluator", "Outcome"]
 
+_LEAST_GAIN = (
+    0.01  # that a layout must promise after ``patience`` evaluations, as much more after each further
+)
 _NUM_NEAREST = 8  # layouts looked at closely when none fits, to show what comes nearest
 
 
@@ -27,6 +32,16 @@ class Evaluated:
     assignment: Assignment
     estimate: StepEstimate
     fits: bool
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any block is recomputed."""
+        return set(self.assignment.recompute) != {"none"}
+
+
+def _rank(found: Evaluated) -> tuple[bool, float]:
+    """What fits first, then the faster."""
+    return not found.fits, found.estimate.step_time_s
 
 
 @dataclass(slots=True)
@@ -51,6 +66,7 @@ class Evaluator:
     job: Job
     allows_recompute: bool = False
     bounds: tuple[int, ...] | None = None  # pinned stage cuts
+    patience: int = 100  # evaluations until a layout must promise more than to be as fast
     _costs: dict[tuple[object, ...], BlockCosts] = field(default_factory=dict)
     _rooms: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
 
@@ -63,13 +79,42 @@ class Evaluator:
         return self._costs[key]
 
     def evaluate(self, layout: Layout) -> Evaluated | None:
-        """Return the layout with its best stages; None where it has more chunks than blocks."""
+        """Return the layout with its best stages; None where it has more chunks than blocks.
+
+        Cuts of several chunks a rank are balanced or even, whichever is faster. Where something must be
+        recomputed, attention scores alone are tried too (with the same cuts), on each stage in as few blocks
+        as its memory asks.
+        """
+        found = [self._cut(layout, self.bounds)]
+        if layout.num_virtual_stages > 1 and self.bounds is None:
+            found.append(self._cut(layout, self._even_bounds(layout.num_chunks)))
+        best = min((each for each in found if each is not None), key=_rank, default=None)
+        if best is None or not self.allows_recompute or not self.costs(layout).has_scores:
+            return best
+        if best.fits and not best.recomputes:
+            return best
+        other = self._cut(replace(layout, base_recompute="selective"), best.assignment.bounds)
+        return min((each for each in (best, other) if each is not None), key=_rank)
+
+    def _cut(self, layout: Layout, bounds: tuple[int, ...] | None) -> Evaluated | None:
         costs = self.costs(layout)
-        cuts = cut_stages(self.job, layout, costs, recompute=self.allows_recompute, bounds=self.bounds)
+        cuts = cut_stages(self.job, layout, costs, recompute=self.allows_recompute, bounds=bounds)
         if cuts is None:
             return None
-        estimate = estimate_step(self.job, layout, costs, cuts.assignment)
-        return Evaluated(layout, cuts.assignment, estimate, cuts.fits)
+        assignment = cuts.assignment
+        if layout.base_recompute == "selective":
+            assignment = recompute_less(self.job, layout, costs, assignment)
+        estimate = estimate_step(self.job, layout, costs, assignment)
+        return Evaluated(layout, assignment, estimate, cuts.fits)
+
+    def _even_bounds(self, num_chunks: int) -> tuple[int, ...] | None:
+        """Even cuts, if all of them are legal."""
+        bounds = even_bounds(len(self.job.profile.blocks), num_chunks)
+        return bounds if bounds is not None and set(bounds) <= self._legal else None
+
+    @cached_property
+    def _legal(self) -> set[int]:
+        return set(legal_boundaries(self.job.profile))
 
     def lower_bound_s(self, layout: Layout) -> float:
         """Seconds that no cut of this layout can beat: perfect balance, nothing sent; infinite: cannot fit.
@@ -80,7 +125,7 @@ class Evaluator:
         again = self._least_recompute_s(layout, costs)
         if math.isinf(again):
             return math.inf
-        whole = costs.whole_step_s + again
+        whole = costs.whole_step_s + again + self._least_sends_s(layout, costs)
         if layout.state_sharding == "full":
             whole += pp * gather_wait_s(
                 self.job,
@@ -94,7 +139,29 @@ class Evaluator:
         pace = max(whole / pp, math.ceil(count / pp) * block_s)
         idle = idle_share(layout, costs.weight_share, ends_together=self.job.software.ends_together)
         passes = layout.num_microbatches * pace + (whole - pace) * idle
+        if pp == 1:  # one stage holds everything: what ends the step is known
+            passes += self._tail_s(layout, costs)
         return float(passes) * self.job.software.factor / self._fastest_over_weakest
+
+    def _least_sends_s(self, layout: Layout, costs: BlockCosts) -> float:
+        """Seconds that all ranks together at least wait for values of a micro-batch and their gradients."""
+        if layout.num_chunks == 1:
+            return 0.0
+        link = stage_link(self.job, layout)
+        least = costs.least_output_bytes / sent_parts(self.job, layout) / link.bandwidth_bytes_per_s
+        return 2 * (layout.num_chunks - 1) * (least + link.latency_s)
+
+    def _tail_s(self, layout: Layout, costs: BlockCosts) -> float:
+        """Seconds after the last backward of a single stage."""
+        reduce = reduce_wait_s(
+            self.job,
+            layout,
+            parameters=costs.whole_parameters,
+            trainable=costs.whole_trainable,
+            backward_s=costs.whole_backward_s + float(costs.backward_communication_s.sum()),
+            expert_parameters=float(costs.expert_parameters.sum()),
+        )
+        return float(reduce + optimizer_s(self.job, layout, costs.whole_trainable))
 
     def _least_recompute_s(self, layout: Layout, costs: BlockCosts) -> float:
         """Seconds a micro-batch that recomputing takes at least, over all ranks; infinite if it cannot help.
@@ -148,8 +215,12 @@ class Evaluator:
         found = (self.evaluate(layout) for layout in likely[:_NUM_NEAREST])
         return any(each is not None and each.fits for each in found)
 
-    def search(self, layouts: Iterable[Layout]) -> Outcome:
-        """Return the fastest layout that fits; evaluates only those that could still win."""
+    def search(self, layouts: Iterable[Layout], *, cutoff_s: float = math.inf) -> Outcome:
+        """Return the fastest layout that fits and takes ``cutoff_s`` at most.
+
+        Evaluates only those that could still win; after ``patience`` of them, only those that could win by
+        more than a share that grows with their number, which ``lower_bound_s`` then tells.
+        """
         outcome = Outcome()
         ordered, hopeless = [], []
         for layout in layouts:
@@ -161,8 +232,11 @@ class Evaluator:
                 ordered.append((bound, layout))
         ordered.sort(key=lambda pair: pair[0])
         unfit: list[Layout] = []
-        for bound, layout in ordered:
-            if outcome.best is not None and bound >= outcome.best.estimate.step_time_s:
+        for count, (bound, layout) in enumerate(ordered):
+            best_s = outcome.best.estimate.step_time_s if outcome.best else math.inf
+            least_gain = _LEAST_GAIN * max(count / self.patience - 1, 0.0) if best_s <= cutoff_s else 0.0
+            if bound >= best_s * (1 - least_gain) or bound > cutoff_s:
+                outcome.lower_bound_s = min(outcome.lower_bound_s, bound)
                 break
             found = self.evaluate(layout)
             if found is not None:
@@ -174,7 +248,7 @@ class Evaluator:
     @staticmethod
     def _note(outcome: Outcome, found: Evaluated, bound: float, unfit: list[Layout]) -> None:
         """Keep what was found; cuts of one chunk a rank are exact, others only bounded."""
-        is_exact = found.layout.num_virtual_stages == 1
+        is_exact = found.layout.num_virtual_stages == 1 and found.layout.base_recompute == "none"
         if not found.fits:
             unfit.append(found.layout)
         elif outcome.best is None or found.estimate.step_time_s < outcome.best.estimate.step_time_s:

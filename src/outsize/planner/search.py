@@ -51,7 +51,7 @@ def plan_job(  # noqa: PLR0913 - the job and the caller's wishes, all by keyword
     strategy: str | None = None,
     mesh: Mesh | None = None,
     num_microbatches: int | None = None,
-    schedule: str = "1f1b",
+    schedule: str | None = None,
     cuts: Sequence[str] | None = None,
     space: Space = RUNNABLE,
 ) -> PlanningResult:
@@ -66,7 +66,9 @@ def plan_job(  # noqa: PLR0913 - the job and the caller's wishes, all by keyword
     started = time.perf_counter()
     job = Job(profile, cluster, global_batch, optimizer or OptimizerSpec(), precision)
     bytes_per_parameter(precision, job.optimizer)
-    space = replace(space, num_microbatches=num_microbatches, schedule=schedule)
+    space = replace(space, num_microbatches=num_microbatches)
+    if schedule is not None:
+        space = replace(space, schedules=(schedule,))
     check_batch(job, num_microbatches)
     if strategy is not None and strategy not in STRATEGIES:
         raise PlanError(f"No strategy is called {strategy!r}.", attempt=", ".join(STRATEGIES))

@@ -115,19 +115,23 @@ class _StageTables:
         order = np.subtract.outer(np.arange(len(legal)), np.arange(len(legal))) >= 0
         result = np.empty((layout.mesh.pp, len(legal), len(legal)))
         reference = job.cluster.weakest_device().rate(job.precision)
+        forward, backward = _ranges(costs.forward_s)[pick], _ranges(costs.backward_s)[pick]
+        times: dict[float, Array] = {}
         for stage, device in enumerate(stage_devices(job, layout)):
             room = device.memory_bytes - job.cluster.weakest_device().reserve_bytes - state
             (in_flight,) = layout.in_flight(stage)
             slower = reference / device.rate(job.precision)
-            time = compute * slower + other
-            time = time + gather_wait_s(
-                job,
-                layout,
-                parameters=held,
-                trainable=trained,
-                forward_s=_ranges(costs.forward_s)[pick] * slower,
-                backward_s=_ranges(costs.backward_s)[pick] * slower,
-            )
+            if slower not in times:
+                waits = gather_wait_s(
+                    job,
+                    layout,
+                    parameters=held,
+                    trainable=trained,
+                    forward_s=forward * slower,
+                    backward_s=backward * slower,
+                )
+                times[slower] = compute * slower + other + waits
+            time = times[slower]
             short = kept * in_flight + temporary - room
             can_save = (kept - least) * in_flight
             again = short + recomputed_temporary - temporary

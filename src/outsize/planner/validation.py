@@ -10,6 +10,7 @@ from typing import Any
 
 from outsize.cost.blocks import estimate_block_costs
 from outsize.cost.step import StepEstimate, estimate_step
+from outsize.planner.even_bounds import even_bounds
 from outsize.planner.published_runs import PublishedRun, Unmodelled
 from outsize.planner.stages import cut_stages
 
@@ -55,33 +56,13 @@ def predict_run(run: PublishedRun) -> Prediction:
     """
     layout = replace(run.layout, base_recompute=run.recompute)
     costs = estimate_block_costs(run.job, layout)
-    bounds = _even_bounds(run, layout.num_chunks)
+    bounds = even_bounds(len(run.job.profile.blocks), layout.num_chunks)
+    if bounds is None:
+        raise Unmodelled("fewer layers than stages")
     cuts = cut_stages(run.job, layout, costs, recompute=False, bounds=bounds)
     if cuts is None:
         raise Unmodelled("fewer layers than stages")
     return Prediction(run, estimate_step(run.job, layout, costs, cuts.assignment))
-
-
-def _even_bounds(run: PublishedRun, num_chunks: int) -> tuple[int, ...]:
-    """Layers in equal numbers a chunk, beside the embedding and head, or these counted as layers too."""
-    num_blocks = len(run.job.profile.blocks)
-    if num_blocks < num_chunks:
-        raise Unmodelled("fewer layers than stages")
-    num_layers = num_blocks - 2
-    if num_layers % num_chunks and num_blocks % num_chunks == 0:  # embedding and head count as layers
-        return tuple(range(0, num_blocks + 1, num_blocks // num_chunks))
-    short, extra = divmod(num_layers, num_chunks)
-    # Where layers do not divide, the first and last chunk (embedding, head) hold fewer.
-    counts = [short] * num_chunks
-    order = sorted(range(num_chunks), key=lambda chunk: (chunk in {0, num_chunks - 1}, chunk))
-    for chunk in order[:extra]:
-        counts[chunk] += 1
-    bounds, position = [0], 1
-    for count in counts:
-        position += count
-        bounds.append(position)
-    bounds[-1] += 1
-    return tuple(bounds)
 
 
 def error_summary(

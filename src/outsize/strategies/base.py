@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from outsize.cost.layout import STATE_SHARDINGS, Job, Layout
+from outsize.cost.layout import STATE_SHARDINGS, V_SHAPED, Job, Layout
 from outsize.model.profile import ModelProfile
 from outsize.plan.plan import Mesh
 from outsize.plan.reasons import Reason
@@ -18,20 +18,29 @@ MAX_MICROBATCH_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Which layouts may be chosen. A number of micro-batches, where given, is the caller's."""
+    """Which layouts may be chosen. Numbers of micro-batches and devices, where given, are the caller's."""
 
     axes: tuple[str, ...]
     max_virtual_stages: int
     allows_recompute: bool
     state_shardings: tuple[str, ...]
     allows_sequence_parallel: bool
-    schedule: str = "1f1b"
+    schedules: tuple[str, ...] = ("1f1b",)  # of pipelines; interleaved 1F1B as far as virtual stages go
     num_microbatches: int | None = None
+    num_devices: int | None = None  # exactly so many in use; None: as many as is best
 
 
 # What the runtime executes today, and everything that can be costed.
 RUNNABLE = Space(("pp", "dp", "tp"), 1, False, ("none",), False)
-ALL_LAYOUTS = Space(("pp", "dp", "fsdp", "cp", "tp", "ep"), 8, True, STATE_SHARDINGS, True)
+ALL_LAYOUTS = Space(
+    ("pp", "dp", "fsdp", "cp", "tp", "ep"),
+    max_virtual_stages=24,
+    allows_recompute=True,
+    state_shardings=STATE_SHARDINGS,
+    allows_sequence_parallel=True,
+    schedules=("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_2p", "zb_v", "v_half"),
+)
+_VIRTUAL_STAGES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24)
 
 
 class Strategy(ABC):
@@ -53,11 +62,13 @@ class Strategy(ABC):
     def layouts(self, job: Job, space: Space) -> Iterator[Layout]:
         """Yield every layout of this strategy."""
         for mesh, state_sharding in self.meshes(job, space):
+            if space.num_devices not in {None, mesh.world_size}:
+                continue
             yield from layouts_on(job, mesh, state_sharding, space)
 
 
 def layouts_on(job: Job, mesh: Mesh, state_sharding: str, space: Space) -> Iterator[Layout]:
-    """Yield the layouts of one mesh: micro-batch sizes and virtual stages."""
+    """Yield the layouts of one mesh: micro-batch sizes, schedules and virtual stages."""
     replicas = mesh.dp * mesh.fsdp * mesh.ep
     if job.global_batch % replicas:
         return
@@ -67,22 +78,35 @@ def layouts_on(job: Job, mesh: Mesh, state_sharding: str, space: Space) -> Itera
             mesh=mesh,
             microbatch_size=microbatch_size,
             num_microbatches=per_replica // microbatch_size,
-            schedule=space.schedule,
             state_sharding=state_sharding,
             sequence_parallel=space.allows_sequence_parallel and mesh.tp > 1,
         )
-        yield layout
-        for virtual in range(2, space.max_virtual_stages + 1):
-            if mesh.pp > 1 and layout.num_microbatches % mesh.pp == 0:
-                yield replace(layout, schedule="interleaved_1f1b", num_virtual_stages=virtual)
+        if mesh.pp == 1:
+            yield layout
+            continue
+        for schedule, virtual in _pipelines(len(job.profile.blocks), layout, space):
+            yield replace(layout, schedule=schedule, num_virtual_stages=virtual)
+
+
+def _pipelines(num_blocks: int, layout: Layout, space: Space) -> Iterator[tuple[str, int]]:
+    """Yield the schedules of a pipeline, each with its number of stages a rank."""
+    most = min(space.max_virtual_stages, num_blocks // layout.mesh.pp)
+    for schedule in space.schedules:
+        if schedule == "interleaved_1f1b":
+            if layout.num_microbatches % layout.mesh.pp == 0:
+                yield from ((schedule, virtual) for virtual in _VIRTUAL_STAGES if virtual <= most)
+        elif schedule in V_SHAPED:
+            if most >= 2:
+                yield schedule, 2
+        else:
+            yield schedule, 1
 
 
 def _microbatch_sizes(per_replica: int, num_microbatches: int | None) -> list[int]:
     if num_microbatches is not None:
         return [per_replica // num_microbatches] if per_replica % num_microbatches == 0 else []
-    powers = [2**power for power in range(MAX_MICROBATCH_SIZE.bit_length())]
-    sizes = {size for size in [*powers, *range(1, 33)] if per_replica % size == 0}
-    return sorted(sizes | {per_replica} if per_replica <= MAX_MICROBATCH_SIZE else sizes)
+    most = min(per_replica, MAX_MICROBATCH_SIZE)
+    return [size for size in range(1, most + 1) if per_replica % size == 0]
 
 
 def world_sizes(num_devices: int) -> list[int]:

@@ -13,7 +13,7 @@ from outsize.strategies.pipeline_parallel import max_stages
 
 __all__ = ["LONG_SEQUENCE", "Combined"]
 
-LONG_SEQUENCE = 16384  # tokens from which cutting the sequence over cp is considered
+LONG_SEQUENCE = 8192  # tokens from which cutting the sequence over cp is considered
 
 
 class Combined(Strategy):
@@ -34,10 +34,11 @@ class Combined(Strategy):
         return None
 
     def meshes(self, job: Job, space: Space) -> Iterator[tuple[Mesh, str]]:
-        """Yield every product with at least two axes above 1."""
+        """Yield every product of at least two axes; ``cp`` and ``ep`` have no strategy of their own."""
         for num_devices in world_sizes(job.cluster.num_devices):
             for mesh in _factorings(job, num_devices, space):
-                if sum(degree > 1 for degree in mesh.degrees.values()) > 1:
+                split = sum(degree > 1 for degree in mesh.degrees.values())
+                if split > 1 or mesh.cp > 1 or mesh.ep > 1:
                     yield from _sharded(mesh, job, space)
 
 
