@@ -8,13 +8,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from outsize.cost.blocks import BlockCosts, estimate_block_costs
+from outsize.cost.compute import Conditions, Shards, estimate_block_s
 from outsize.cost.idle_share import idle_share
 from outsize.cost.layout import Assignment, Job, Layout
+from outsize.cost.precision import element_bytes
 from outsize.cost.replicas import gather_wait_s, optimizer_s, reduce_wait_s
 from outsize.cost.step import StepEstimate, estimate_step, sent_parts, stage_link
 from outsize.planner.even_bounds import even_bounds
 from outsize.planner.recomputation import recompute_less
 from outsize.planner.stages import cut_stages, legal_boundaries
+from outsize.strategies.base import MAX_EXPERT_DEGREE, MAX_MICROBATCH_SIZE, Space, Strategy
 
 __all__ = ["Evaluated", "Evaluator", "Outcome"]
 
@@ -52,6 +55,20 @@ class Outcome:
     nearest: Evaluated | None = None
     lower_bound_s: float = math.inf  # no layout looked at is faster than this
     num_layouts: int = 0
+
+    def add(self, other: Outcome) -> None:
+        """Take in what a search of further layouts found."""
+        if other.best is not None and (
+            self.best is None or other.best.estimate.step_time_s < self.best.estimate.step_time_s
+        ):
+            self.best = other.best
+        if other.nearest is not None and (
+            self.nearest is None
+            or other.nearest.estimate.peak_memory_bytes < self.nearest.estimate.peak_memory_bytes
+        ):
+            self.nearest = other.nearest
+        self.lower_bound_s = min(self.lower_bound_s, other.lower_bound_s)
+        self.num_layouts += other.num_layouts
 
     @property
     def shown(self) -> Evaluated | None:
@@ -214,6 +231,34 @@ class Evaluator:
         likely = sorted(layouts, key=self.least_bytes)
         found = (self.evaluate(layout) for layout in likely[:_NUM_NEAREST])
         return any(each is not None and each.fits for each in found)
+
+    def search_by_size(self, strategy: Strategy, space: Space) -> Outcome:
+        """Search a strategy's layouts, those on most devices first; on fewer, only if these could win."""
+        total = Outcome()
+        sizes = {mesh.world_size for mesh, _ in strategy.meshes(self.job, space)}
+        for num_devices in sorted(sizes, reverse=True):
+            if total.best is not None and self._ideal_s / num_devices >= total.best.estimate.step_time_s:
+                break
+            layouts = strategy.layouts(self.job, replace(space, num_devices=num_devices))
+            total.add(self.search(layouts))
+        return total
+
+    @cached_property
+    def _ideal_s(self) -> float:
+        """Device-seconds that no layout's step can do without: each block at its largest, nothing sent."""
+        job, device = self.job, self.job.cluster.weakest_device()
+        scale = element_bytes(job.precision) / job.profile.bytes_per_element
+        size = min(MAX_MICROBATCH_SIZE, job.global_batch)
+        conditions = Conditions(device, job.precision, size, Shards(expert=MAX_EXPERT_DEGREE), scale, 0.0)
+        times: dict[tuple[str, int], float] = {}
+        total = 0.0
+        for block in job.profile.blocks:
+            key = (block.kind or block.name, block.num_parameters)
+            if key not in times:
+                each = estimate_block_s(block, conditions)
+                times[key] = each.forward_s + each.backward_s
+            total += times[key]
+        return total / size * job.global_batch * job.software.factor / self._fastest_over_weakest
 
     def search(self, layouts: Iterable[Layout], *, cutoff_s: float = math.inf) -> Outcome:
         """Return the fastest layout that fits and takes ``cutoff_s`` at most.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outsize.cluster.topology import Cluster
-from outsize.cost.layout import Job, Layout
+from outsize.cost.layout import Job
 from outsize.cost.precision import bytes_per_parameter
 from outsize.errors import DoesNotFitError, PlanError
 from outsize.model.profile import ModelProfile
@@ -100,8 +100,7 @@ def judge_strategies(job: Job, space: Space) -> list[tuple[Verdict, Outcome]]:
     judged = []
     for strategy in ALL_STRATEGIES:
         refusal = strategy.refusal(job)
-        layouts: Iterator[Layout] = iter(()) if refusal else strategy.layouts(job, space)
-        outcome = evaluator.search(layouts)
+        outcome = Outcome() if refusal else evaluator.search_by_size(strategy, space)
         judged.append((judge(strategy, job, space, outcome, refusal), outcome))
     return judged
 

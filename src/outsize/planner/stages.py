@@ -116,6 +116,8 @@ class _StageTables:
         result = np.empty((layout.mesh.pp, len(legal), len(legal)))
         reference = job.cluster.weakest_device().rate(job.precision)
         forward, backward = _ranges(costs.forward_s)[pick], _ranges(costs.backward_s)[pick]
+        saves = (self._base_saved() > costs.full_saved_bytes).astype(float)
+        num_saving = np.maximum(_ranges(saves)[pick], 1)
         times: dict[float, Array] = {}
         for stage, device in enumerate(stage_devices(job, layout)):
             room = device.memory_bytes - job.cluster.weakest_device().reserve_bytes - state
@@ -133,22 +135,16 @@ class _StageTables:
                 times[slower] = compute * slower + other + waits
             time = times[slower]
             short = kept * in_flight + temporary - room
+            result[stage] = np.where(order | (short > 0), np.inf, time)
+            if not self.recompute:
+                continue
             can_save = (kept - least) * in_flight
             again = short + recomputed_temporary - temporary
-            with np.errstate(divide="ignore", invalid="ignore"):
-                share = np.where(can_save > 0, again / can_save, np.inf)
-            rounded = self._whole_blocks(share, legal)
-            time = np.where(short > 0, time + rounded * full_s * slower, time)
-            impossible = (short > 0) & ((share > 1) | (not self.recompute))
-            result[stage] = np.where(impossible | order, np.inf, time)
+            helped = (short > 0) & ~order & (can_save > 0) & (again <= can_save)
+            share = _whole_blocks(again[helped] / can_save[helped], num_saving[helped])
+            result[stage][helped] = time[helped] + share * full_s[helped] * slower
         longest_s = result.max(where=np.isfinite(result), initial=0.0)
         return result + _BALANCE * result**2 / longest_s if longest_s else result
-
-    def _whole_blocks(self, share: Array, legal: list[int]) -> Array:
-        """Round the share of recomputed blocks up to a whole number of blocks that save anything."""
-        saves = (self._base_saved() > self.costs.full_saved_bytes).astype(float)
-        count = np.maximum(_ranges(saves)[np.ix_(legal, legal)], 1)
-        return np.minimum(np.ceil(np.minimum(share, 2) * count - 1e-9) / count, 2)
 
     def _base_saved(self) -> Array:
         base: Array = self.costs.saved_by_mode[RECOMPUTE_MODES.index(self.layout.base_recompute)]
@@ -226,6 +222,12 @@ class _StageTables:
             self.costs.saved_bytes - self.costs.full_saved_bytes, 0
         )
         return _range_max(base), _range_max(np.maximum(base, again))
+
+
+def _whole_blocks(share: Array, num_saving: Array) -> Array:
+    """Round shares of recomputed blocks up to whole numbers of the blocks that save anything."""
+    rounded: Array = np.minimum(np.ceil(share * num_saving - 1e-9) / num_saving, 2)
+    return rounded
 
 
 def _ranges(values: Array) -> Array:

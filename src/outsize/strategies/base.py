@@ -14,6 +14,7 @@ from outsize.plan.reasons import Reason
 __all__ = ["ALL_LAYOUTS", "RUNNABLE", "Space", "Strategy", "layouts_on", "tensor_degrees", "world_sizes"]
 
 MAX_MICROBATCH_SIZE = 64
+MAX_EXPERT_DEGREE = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from outsize.cost.layout import Job
 from outsize.plan.plan import Mesh
 from outsize.plan.reasons import Reason, ReasonCode
-from outsize.strategies.base import Space, Strategy, tensor_degrees, world_sizes
+from outsize.strategies.base import MAX_EXPERT_DEGREE, Space, Strategy, tensor_degrees, world_sizes
 from outsize.strategies.pipeline_parallel import max_stages
 
 __all__ = ["LONG_SEQUENCE", "Combined"]
@@ -36,6 +36,8 @@ class Combined(Strategy):
     def meshes(self, job: Job, space: Space) -> Iterator[tuple[Mesh, str]]:
         """Yield every product of at least two axes; ``cp`` and ``ep`` have no strategy of their own."""
         for num_devices in world_sizes(job.cluster.num_devices):
+            if space.num_devices not in {None, num_devices}:
+                continue
             for mesh in _factorings(job, num_devices, space):
                 split = sum(degree > 1 for degree in mesh.degrees.values())
                 if split > 1 or mesh.cp > 1 or mesh.ep > 1:
@@ -67,7 +69,8 @@ def _context_degrees(job: Job, num_devices: int, space: Space) -> list[int]:
 def _expert_degrees(job: Job, num_devices: int, space: Space) -> list[int]:
     if "ep" not in space.axes or not any(block.num_expert_parameters for block in job.profile.blocks):
         return []
-    return [2**power for power in range(1, 7) if 2**power <= num_devices]
+    powers = [2**power for power in range(1, MAX_EXPERT_DEGREE.bit_length())]
+    return [degree for degree in powers if degree <= num_devices]
 
 
 def _sharded(mesh: Mesh, job: Job, space: Space) -> Iterator[tuple[Mesh, str]]:
