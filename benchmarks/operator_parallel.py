@@ -32,7 +32,7 @@ from outsize.model.slice import slice_program
 from outsize.model.stage_module import StageModule
 from outsize.plan.sharding import Sharding
 from outsize.planner.sharding import plan_module_sharding
-from outsize.planner.sharding_costs import ShardingCosts
+from outsize.planner.sharding_costs import GLOO_SCATTER_PASSES, ShardingCosts
 from outsize.runtime.collectives import set_axis_group
 from outsize.runtime.tensor_parallel import lower, parameter_placements
 
@@ -160,7 +160,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     given = parser.parse_args()
     costs = ShardingCosts(
-        DEGREE, flops_per_s=3e10, memory_bytes_per_s=5e9, link_bytes_per_s=2e9, link_latency_s=1e-4
+        DEGREE,
+        flops_per_s=3e10,
+        memory_bytes_per_s=5e9,
+        link_bytes_per_s=2e9,
+        link_latency_s=1e-4,
+        scatter_passes=GLOO_SCATTER_PASSES,
     )
     shardings = [
         plan_module_sharding(Block(width), torch.zeros(batch_shape(width)), DEGREE, costs=costs)

@@ -34,34 +34,37 @@ class StageModule(nn.Module):
             self._place_module(name, module.get_submodule(name))
         for name in part.parameters:
             owner, _, leaf = name.rpartition(".")
-            self._container(owner).register_parameter(leaf, module.get_submodule(owner)._parameters[leaf])
+            self._container(owner)._parameters[leaf] = module.get_submodule(owner)._parameters[leaf]
         for name in part.buffers:
             owner, _, leaf = name.rpartition(".")
-            self._container(owner).register_buffer(leaf, module.get_submodule(owner)._buffers[leaf])
+            self._container(owner)._buffers[leaf] = module.get_submodule(owner)._buffers[leaf]
         self._term_of = {term.value: index for index, term in enumerate(program.loss_terms)}
         self._steps = self._prepare_steps()
 
     def apply_recompute(self, blocks: Collection[str]) -> None:
         """Keep only the inputs of these blocks from forward to backward, and run them again there."""
         self._steps = [
-            (node, prepare_call(node, recomputed(self.get_submodule(str(node.target)))), dropped)
+            (node, prepare_call(node, recomputed(self._container(str(node.target)))), dropped)
             if node.kind is NodeKind.MODULE and node.target in blocks
             else (node, callee, dropped)
             for node, callee, dropped in self._steps
         ]
 
     def _container(self, path: str) -> nn.Module:
-        """Return the module at ``path``, making empty ones on the way."""
+        """Return the module at ``path``, making empty ones on the way.
+
+        Names are those of the user's model, and may be those of attributes of this class.
+        """
         current: nn.Module = self
         for part in path.split(".") if path else ():
             if part not in current._modules:
-                current.add_module(part, nn.Module())
+                current._modules[part] = nn.Module()
             current = current._modules[part]  # type: ignore[assignment]
         return current
 
     def _place_module(self, path: str, module: nn.Module) -> None:
         owner, _, leaf = path.rpartition(".")
-        self._container(owner).add_module(leaf, module)
+        self._container(owner)._modules[leaf] = module
 
     def _prepare_steps(self) -> list[tuple[Node, Any, tuple[int, ...]]]:
         """Return ``(node, what to call or look up, values to drop afterwards)`` for every node."""
@@ -79,10 +82,11 @@ class StageModule(nn.Module):
 
     def _callee(self, node: Node) -> Any:
         if node.kind is NodeKind.MODULE:
-            return prepare_call(node, self.get_submodule(str(node.target)))
+            return prepare_call(node, self._container(str(node.target)))
         if node.kind in (NodeKind.PARAMETER, NodeKind.BUFFER):
             owner, _, leaf = str(node.target).rpartition(".")
-            return self.get_submodule(owner), leaf
+            held = self._container(owner)
+            return (held._parameters if node.kind is NodeKind.PARAMETER else held._buffers), leaf
         if node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
             return node.target
         assert callable(node.target)
@@ -113,7 +117,8 @@ class StageModule(nn.Module):
         if node.kind is NodeKind.INPUT:
             values[node.outputs[0]] = batch_entries[callee]
         elif node.kind in (NodeKind.PARAMETER, NodeKind.BUFFER):
-            values[node.outputs[0]] = getattr(*callee)
+            table, name = callee
+            values[node.outputs[0]] = table[name]
         elif node.kind is NodeKind.CONSTANT:
             values[node.outputs[0]] = self._constants[callee]
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outsize.model.batched_products import unflatten_batched_products
 from outsize.model.deferred import build_deferred
 from outsize.model.liveness import live_nodes
 from outsize.model.operator_rules.discover import RuleFinder
@@ -45,6 +46,7 @@ def operators_of(program: Program, degree: int) -> list[OperatorSplits]:
     Left out are those that read no tensor, or only numbers and such small ones that no dim of them or of
     their result has an element for each of ``degree`` ranks.
     """
+    program = unflatten_batched_products(program)
     counts: dict[str, int] = {}
     first: dict[str, tuple[OperatorSignature, str]] = {}
     for index in live_nodes(program):

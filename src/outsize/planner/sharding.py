@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from outsize.errors import PlanError
+from outsize.model.batched_products import unflatten_batched_products
 from outsize.model.fingerprint import operator_fingerprint
 from outsize.model.liveness import live_nodes, wanted_values
 from outsize.model.operator_rules.discover import RuleFinder
@@ -57,7 +58,7 @@ def plan_module_sharding(
     finally:
         for part, mode in modes.items():
             part.training = mode
-    if operator_fingerprint(evaluated) == sharding.fingerprint:
+    if operator_fingerprint(unflatten_batched_products(evaluated)) == sharding.fingerprint:
         return sharding
     evaluation = plan_sharding(
         evaluated, degree, costs=costs, held_as=sharding.parameters, overrides=overrides
@@ -84,6 +85,7 @@ def plan_sharding(
         PlanError: the program records whole blocks, nothing in it can be split, the limit is too small, or
             an override names nothing or cannot be.
     """
+    program = unflatten_batched_products(program)
     search = _Search(program, degree, costs or ShardingCosts(degree), held_as, overrides)
     chosen = search.solve(parameter_limit_bytes)
     if not any(rule.is_split for rule in chosen.values()):

@@ -16,7 +16,22 @@ from outsize.model.operator_rules.shards import local_shape
 from outsize.model.operator_rules.signature import OperatorSignature
 from outsize.model.program import TensorSpec
 
-__all__ = ["ShardingCosts", "forward_flops", "local_bytes"]
+__all__ = [
+    "ACTIVATION_READS",
+    "GLOO_SCATTER_PASSES",
+    "PARAMETER_READS",
+    "ShardingCosts",
+    "forward_flops",
+    "local_bytes",
+]
+
+# To hold a byte for a step is priced as to read it so many times.
+PARAMETER_READS = 2000
+ACTIVATION_READS = 4
+
+# gloo takes 0.8 to 1.4 of an all-reduce for an all-gather and 1.3 to 3 for a reduce-scatter (two processes,
+# 256 KiB to 2 MiB): docs/experiments.md.
+GLOO_SCATTER_PASSES = 3.0
 
 _STATES = 4  # a trained parameter is held with its gradient and two moments
 
@@ -34,8 +49,9 @@ class ShardingCosts:
     memory_bytes_per_s: float = 2e12
     link_bytes_per_s: float = 1e11
     link_latency_s: float = 1e-5
-    held_parameter_s_per_byte: float = 1e-9
-    held_activation_s_per_byte: float = 2e-12
+    scatter_passes: float = 1.0  # rounds of a ring that an all-gather or reduce-scatter takes; all-reduce: 2
+    held_parameter_s_per_byte: float = PARAMETER_READS / 2e12
+    held_activation_s_per_byte: float = ACTIVATION_READS / 2e12
 
     # -- conversions ----------------------------------------------------------------------------
 
@@ -45,11 +61,13 @@ class ShardingCosts:
         names = [*forward, *(backward if spec.requires_grad else ())]
         shards = [placement for placement in (before, after) if isinstance(placement, Shard)]
         sent = max((local_bytes(spec, s, self.degree) * self.degree for s in shards), default=spec.num_bytes)
-        return sum(self.collective_s(name, sent) for name in names) + _PREFERENCE * len(names)
+        is_same = isinstance(before, Replicate) and isinstance(after, Replicate)
+        copied_s = 0.0 if is_same else 2 * spec.num_bytes / self.memory_bytes_per_s
+        return sum(self.collective_s(name, sent) for name in names) + copied_s + _PREFERENCE * len(names)
 
     def collective_s(self, name: str, num_bytes: float) -> float:
         """Seconds of one collective over the axis on a value of ``num_bytes`` in all (ring)."""
-        passes = 2 if name == "all_reduce" else 1
+        passes = 2.0 if name == "all_reduce" else self.scatter_passes
         share = (self.degree - 1) / self.degree
         return passes * (share * num_bytes / self.link_bytes_per_s + self.link_latency_s)
 
@@ -123,6 +141,8 @@ def forward_flops(signature: OperatorSignature) -> float:
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         queries, keys, values = (spec.shape for spec in signature.inputs[:3])
         return 2.0 * math.prod(queries[:3]) * keys[2] * (queries[3] + values[3])  # torch does not count it
+    if packet is torch.ops.aten.matmul:
+        return 2.0 * math.prod(signature.outputs[0].shape) * signature.inputs[0].shape[-1]
     count = flop_registry.get(packet)
     if count is None:
         return 0.0

@@ -29,7 +29,8 @@ def rules_summary(operators: Sequence[OperatorSplits], degree: int) -> str:
 
 
 _LEGEND = (
-    "R: whole on every rank (R~: its gradient is a sum over ranks), S1: dim 1 is divided, P: a partial sum"
+    "R: whole on every rank (R~: its gradient is a sum over ranks), S1: dim 1 is divided, S1[24]/6: its "
+    "24 elements in 6 parts that do not divide evenly, P: a partial sum"
 )
 
 

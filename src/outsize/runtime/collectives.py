@@ -41,18 +41,10 @@ class AxisGroup:
     """This process's place on a mesh axis, and the group it reaches the others by."""
 
     group: ProcessGroup
+    rank: int  # position on the axis
+    degree: int  # length of the axis
     own_seed: int  # of the random stream of this rank alone
     random_states: dict[str, torch.Tensor] = field(default_factory=dict)  # of that stream, by device type
-
-    @property
-    def rank(self) -> int:
-        """Position on the axis."""
-        return dist.get_rank(self.group)
-
-    @property
-    def degree(self) -> int:
-        """Length of the axis."""
-        return dist.get_world_size(self.group)
 
     def all_reduce(self, tensor: torch.Tensor, operation: str) -> torch.Tensor:
         """Return the "sum" or "max" over the ranks, outside autograd."""
@@ -131,7 +123,8 @@ _GROUPS: dict[str, AxisGroup] = {}
 
 def set_axis_group(axis: str, group: ProcessGroup, seed: int) -> None:
     """Say which process group serves a mesh axis in this process; ``seed`` is that of the shared stream."""
-    _GROUPS[axis] = AxisGroup(group, own_seed=seed * 1_000_003 + dist.get_rank(group) + 1)
+    rank = dist.get_rank(group)
+    _GROUPS[axis] = AxisGroup(group, rank, dist.get_world_size(group), own_seed=seed * 1_000_003 + rank + 1)
 
 
 def axis_group(axis: str) -> AxisGroup:

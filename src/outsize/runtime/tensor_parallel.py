@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from outsize.errors import PlanError
+from outsize.model.batched_products import unflatten_batched_products
 from outsize.model.fingerprint import operator_fingerprint
 from outsize.model.liveness import wanted_values
 from outsize.model.operator_rules.discover import RANDOM_BY_ELEMENT
@@ -43,6 +44,7 @@ def lower(program: Program, sharding: Sharding, *, rank: int = 0, axis: str = "t
     Raises:
         PlanError: the sharding was made for another model, or sizes do not divide as it needs.
     """
+    program = unflatten_batched_products(program)
     fingerprint = operator_fingerprint(program)
     if sharding.evaluation is not None and fingerprint == sharding.evaluation.fingerprint:
         sharding = sharding.evaluation

@@ -221,3 +221,12 @@ def test_groups_and_channels_become_local_together():
     )
     by_channels = [rule for rule in RuleFinder(2).rules(found) if str(rule) == "S1, S0, S0 -> S1, S1, S1"]
     assert len(by_channels[0].local_arguments) == 2
+
+
+def test_what_seldom_depends_on_a_value_is_not_taken_to_be_independent_of_it():
+    """Whether a number is zero, or any of many is true, looks the same for random shares; it is not."""
+    mask = torch.zeros(40, 4, dtype=torch.float64)
+    is_set = signature(lambda x: x.to(torch.bool), aten._to_copy.default, mask, parameters=())
+    assert rules(is_set) == {"S0 -> S0", "S1 -> S1"}
+    any_set = signature(lambda x: (x > 0).any(), aten.any.default, mask, parameters=())
+    assert not rules(any_set)

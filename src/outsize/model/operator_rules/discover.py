@@ -107,7 +107,7 @@ def discover_rules(
     if shapes is None:
         return
     try:
-        trials = Trial(shapes.signature, seed=1), Trial(shapes.signature, seed=2)
+        trials = Trial(shapes.signature, seed=1), Trial(shapes.signature, seed=2, has_ties=True)
     except (TrialRefused, RuntimeError, NotImplementedError):
         return
     if signature.is_random and not trials[0].is_repeatable:
@@ -188,7 +188,7 @@ class _Search:
             except TrialRefused:
                 continue
             is_refused = False
-            if rule is not None:
+            if rule is not None and _shares_work(rule):
                 return self.verified(rule), False
         return None, is_refused
 
@@ -270,6 +270,17 @@ def _alike_combinations(options: list[list[Placement]]) -> Iterator[tuple[Placem
     for index, choices in enumerate(options):
         for placement in choices[1:]:
             yield (*(Replicate(),) * index, placement, *(Replicate(),) * (len(options) - index - 1))
+
+
+def _shares_work(rule: OperatorRule) -> bool:
+    """Whether what is cut or a sum in the inputs is so in the outputs.
+
+    If not, the outputs do not depend on it, or do so seldom: whether any of many numbers is not zero.
+    """
+    kinds = {type(placement) for placement in rule.outputs}
+    if any(isinstance(placement, Partial) for placement in rule.inputs):
+        return Partial in kinds
+    return bool(kinds & {Shard, Partial})
 
 
 def _has_replicated_gradient(rule: OperatorRule, trial: Trial) -> bool:

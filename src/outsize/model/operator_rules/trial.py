@@ -28,10 +28,15 @@ class TrialRefused(Exception):  # noqa: N818 - a finding, not an error
 
 
 class Trial:
-    """Random inputs of an operator, its outputs and gradients on them, and comparison with runs on shards."""
+    """Random inputs of an operator, its outputs and gradients on them, and comparison with runs on shards.
 
-    def __init__(self, signature: OperatorSignature, seed: int) -> None:
+    With ``has_ties``, numbers from which an operator makes other than floating numbers are few, zero among
+    them, so that comparisons go either way.
+    """
+
+    def __init__(self, signature: OperatorSignature, seed: int, *, has_ties: bool = False) -> None:
         self.signature = _in_double(signature)
+        self._has_ties = has_ties and not all(spec.dtype.is_floating_point for spec in signature.outputs)
         self.generator = torch.Generator().manual_seed(seed)
         self.inputs = self._draw_valid_inputs()
         leaves = self._leaves(self.inputs)
@@ -118,7 +123,8 @@ class Trial:
 
     def _draw(self, spec: TensorSpec, bound: int) -> torch.Tensor:
         if spec.dtype.is_floating_point or spec.dtype.is_complex:
-            return torch.randn(spec.shape, generator=self.generator, dtype=spec.dtype)
+            drawn = torch.randn(spec.shape, generator=self.generator, dtype=spec.dtype)
+            return drawn.round() if self._has_ties and not spec.requires_grad else drawn
         high = 2 if spec.dtype == torch.bool else bound
         return torch.randint(0, high, spec.shape, generator=self.generator).to(spec.dtype)
 

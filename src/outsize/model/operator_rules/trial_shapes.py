@@ -95,12 +95,18 @@ def _all_sizes(
 def _guesses(
     signature: OperatorSignature, degree: int, segments: tuple[tuple[int, ...], ...], uneven: set[int]
 ) -> Iterator[Sizes]:
-    """Yield small sizes, those that keep which size is a multiple of which first, as head counts need."""
+    """Yield small sizes: first those whose pieces still add up, and that keep what is a multiple of what.
+
+    The first is needed to cut a dim by pieces, the second to cut query heads with their key heads.
+    """
     guesses = [*_unordered_guesses(_all_sizes(signature, segments, uneven), degree)]
     if any(size <= _KEPT for size in uneven):
         guesses += _unordered_guesses(_all_sizes(signature, segments, set()), degree)
     guesses.append(_by_multiples(signature, degree))
-    yield from sorted(guesses, key=lambda sizes: not _keeps_multiples(signature, sizes))
+    guesses += [_by_pieces(_all_sizes(signature, segments, uneven), pieces, degree) for pieces in segments]
+    yield from sorted(
+        guesses, key=lambda s: (not _keeps_sums(s, segments), not _keeps_multiples(signature, s))
+    )
 
 
 def _unordered_guesses(sizes: list[int], degree: int) -> Iterator[Sizes]:
@@ -112,12 +118,27 @@ def _unordered_guesses(sizes: list[int], degree: int) -> Iterator[Sizes]:
     yield _by_divisibility(large, degree)
 
 
+def _by_pieces(sizes: list[int], pieces: tuple[int, ...], degree: int) -> Sizes:
+    """Keep the ratios of the pieces of a dim and their sum; make the rest as small as it gets."""
+    divisor = math.gcd(*pieces)
+    related = {size: size // divisor * degree for size in (*pieces, sum(pieces))}
+    others = (size for size in sizes if size not in related)
+    return related | {size: degree * (index + 2) for index, size in enumerate(others)}
+
+
 def _multiples(signature: OperatorSignature) -> set[tuple[int, int]]:
     """Sizes of one dim of two inputs of which one is a multiple of the other (query and key heads)."""
     shapes = [spec.shape for spec in signature.inputs]
     alike = [pair for pair in itertools.permutations(shapes, 2) if len(pair[0]) == len(pair[1])]
     sizes = {pair for left, right in alike for pair in zip(left, right, strict=True)}
     return {(large, small) for large, small in sizes if 1 < small < large and large % small == 0}
+
+
+def _keeps_sums(sizes: Sizes, segments: tuple[tuple[int, ...], ...]) -> bool:
+    return all(
+        sum(sizes.get(piece, piece) for piece in pieces) == sizes.get(sum(pieces), sum(pieces))
+        for pieces in segments
+    )
 
 
 def _keeps_multiples(signature: OperatorSignature, sizes: Sizes) -> bool:

@@ -1,0 +1,72 @@
+"""Products of more than three dims are split along their heads, whatever the batch."""
+
+import torch
+from torch import nn
+
+from outsize.model.batched_products import unflatten_batched_products
+from outsize.model.liveness import live_nodes
+from outsize.model.program import NodeKind, Program
+from outsize.model.record import record_module
+from outsize.model.slice import slice_program
+from outsize.model.stage_module import StageModule
+from outsize.planner.sharding import plan_sharding
+
+aten = torch.ops.aten
+
+
+class Scores(nn.Module):
+    """Attention written out, with a batch of three and four heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (4, 8)).transpose(1, 2) for part in self.project[:3])
+        mixed = (q @ k.transpose(2, 3)).softmax(-1) @ v
+        return self.project[3](mixed.transpose(1, 2).flatten(2)).square().mean()
+
+
+class Written(nn.Module):
+    """A product whose right side is written after it was made, before its result is viewed."""
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        right = right.clone()
+        product = torch.bmm(left.view(4, 2, 3), right.view(4, 3, 5))
+        right.zero_()
+        return product.view(2, 2, 2, 5)
+
+
+def run(program: Program, module: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
+    stage = StageModule(program, slice_program(program, [])[0], module)
+    return stage(**dict(zip(stage.part.batch_entries, batch, strict=True)))
+
+
+def targets(program: Program) -> list[object]:
+    return [program.nodes[index].target for index in live_nodes(program)]
+
+
+def test_heads_are_split_at_any_batch_size():
+    """All four products of a layer by heads, columns and rows: the result is the same to the last bit."""
+    module, x = Scores(), torch.randn(3, 5, 32)
+    program = record_module(module, x, granularity="operators")
+    changed = unflatten_batched_products(program)
+    assert targets(changed).count(aten.matmul.default) == targets(program).count(aten.bmm.default) == 2
+    assert aten.bmm.default not in targets(changed)
+    assert torch.equal(run(changed, module, x), run(program, module, x))
+    sharding = plan_sharding(program, 2)
+    heads = {
+        sharding.rules[choice].outputs
+        for node, choice in zip(changed.nodes, sharding.choices, strict=True)
+        if node.kind is NodeKind.OPERATOR and node.target is aten.matmul.default and choice >= 0
+    }
+    assert heads == {("S1",)}
+
+
+def test_a_product_of_what_is_written_later_stays():
+    """Reading it where the result is viewed would read other values."""
+    left, right = torch.randn(2, 2, 2, 3), torch.randn(2, 2, 3, 5)
+    program = record_module(Written(), (left, right), granularity="operators")
+    changed = unflatten_batched_products(program)
+    assert aten.bmm.default in targets(changed)
+    assert torch.equal(run(changed, Written(), left, right), left @ right)
