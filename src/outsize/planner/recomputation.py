@@ -26,6 +26,7 @@ def recompute_less(job: Job, layout: Layout, costs: BlockCosts, assignment: Assi
     room = np.array([device.memory_bytes for device in stage_devices(job, layout)]) - memory
     sizes = np.diff(assignment.bounds)
     kept = costs.saved_bytes - costs.selective_saved_bytes
+    modes[(modes == _SELECTIVE) & (kept <= 0)] = 0  # no scores, nothing to recompute
     needed = np.repeat(layout.in_flight_by_chunk, sizes) * kept
     ranks = np.repeat(layout.rank_of_chunk, sizes)
     for rank in np.flatnonzero(room > 0):
