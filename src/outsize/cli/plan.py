@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outsize.plan.plan import Mesh, Plan, Verdict
+    from outsize.planner.schedule_synthesis import SynthesisedSchedule
     from outsize.planner.search import NothingFitsError, PlanningResult
 
 __all__ = ["parse_mesh", "plan"]
@@ -32,6 +33,10 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
     strategy: Annotated[str | None, typer.Option(help="plan this strategy instead of the fastest")] = None,
     mesh: Annotated[str | None, typer.Option(help="plan this mesh, such as pp=2,tp=4")] = None,
     microbatches: Annotated[int | None, typer.Option(help="micro-batches in one step of a replica")] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(help="run pipelines by this schedule; synthesised: one sought for the stages' times"),
+    ] = None,
     cuts: Annotated[
         str | None,
         typer.Option(help="begin pipeline stages at these blocks, such as layers.8,layers.16"),
@@ -67,6 +72,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
             strategy=strategy,
             mesh=wished_mesh,
             num_microbatches=microbatches,
+            schedule=schedule,
             cuts=None if cuts is None else cuts.replace(",", " ").split(),
             space=space,
         )
@@ -77,6 +83,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
     if save is not None or placements is not None:
         best = _trainable(best, sequence, placements)
     if save is not None:
+        best = _with_schedule_file(best, result, save)
         save_plan(best, save)
     if html is not None:
         _write_page(html, best)
@@ -85,6 +92,17 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
     else:
         _show_verdicts(result.verdicts, f"{model} on {cluster}, global batch {global_batch}", best.strategy)
         _show_best(best, result, device_mtbf_hours)
+
+
+def _with_schedule_file(best: Plan, result: PlanningResult, save: Path) -> Plan:
+    """Write a schedule that has no name of its own beside the plan, which then names the file."""
+    if result.sought is None or best.schedule.name != "synthesised":
+        return best
+    from outsize.plan.schedule_files import save_schedule
+
+    path = save.with_suffix(".schedule.json")
+    save_schedule(result.sought.schedule, path)
+    return replace(best, schedule=replace(best.schedule, name=str(path)))
 
 
 def _write_page(path: Path, best: Plan) -> None:
@@ -110,6 +128,15 @@ def _form(result: PlanningResult, best: Plan, device_mtbf_hours: float | None) -
     form = planning_form(
         result.verdicts, best, optimality_gap=result.optimality_gap, search_time_s=result.search_time_s
     )
+    if result.sought is not None:
+        fixed = result.sought.best_fixed
+        form["schedule_search"] = {
+            "pipeline_s": result.sought.objective_s,
+            "best_fixed": fixed.schedule.name if fixed else None,
+            "best_fixed_s": fixed.makespan_s if fixed else None,
+            "lower_bound_s": result.sought.lower_bound_s,
+            "gap": result.sought.gap,
+        }
     if device_mtbf_hours is not None:
         form["goodput"] = asdict(goodput_of_plan(best, device_mtbf_hours=device_mtbf_hours))
     return form
@@ -173,5 +200,21 @@ def _show_best(best: Plan, result: PlanningResult, device_mtbf_hours: float | No
     console.print(plan_summary(best))
     if device_mtbf_hours is not None:
         console.print(goodput_summary(best, goodput_of_plan(best, device_mtbf_hours=device_mtbf_hours)))
+    if result.sought is not None:
+        console.print(_schedule_sentence(result.sought))
     gap = f"a better plan could be at most {result.optimality_gap:.1%} faster"
     console.print(f"searched in {result.search_time_s:.2f} s; {gap}", style="dim")
+
+
+def _schedule_sentence(sought: SynthesisedSchedule) -> str:
+    """What the search for a schedule found, in words."""
+    from outsize.units import format_seconds
+
+    fixed = sought.best_fixed
+    against = (
+        f"{fixed.schedule.name} takes {format_seconds(fixed.makespan_s)}" if fixed else "no fixed one fits"
+    )
+    return (
+        f"pipeline: {format_seconds(sought.objective_s)} by the schedule sought; {against}; "
+        f"none takes less than {format_seconds(sought.lower_bound_s)}"
+    )

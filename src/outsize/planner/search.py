@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outsize.cluster.topology import Cluster
-from outsize.cost.layout import Job
+from outsize.cost.layout import SCHEDULES, Job
 from outsize.cost.precision import bytes_per_parameter
 from outsize.errors import DoesNotFitError, PlanError
 from outsize.model.profile import ModelProfile
 from outsize.plan.plan import STRATEGIES, Mesh, OptimizerSpec, Plan, Verdict
+from outsize.plan.schedules import SCHEDULE_NAMES
 from outsize.planner.build import build_plan, strategy_of
 from outsize.planner.checks import check_batch, check_mesh
 from outsize.planner.evaluate import Evaluator, Outcome
+from outsize.planner.plan_schedule import SYNTHESISED, seek_schedule, with_schedule
+from outsize.planner.schedule_synthesis import SynthesisedSchedule
 from outsize.planner.stages import pinned_bounds
 from outsize.planner.verdicts import judge
 from outsize.strategies.base import RUNNABLE, Space, layouts_on
@@ -39,6 +42,7 @@ class PlanningResult:
     optimality_gap: float  # (step time - lower bound over all layouts considered) ÷ step time
     search_time_s: float
     num_layouts: int
+    sought: SynthesisedSchedule | None = None  # where a schedule was sought for the plan's own times
 
 
 def plan_job(  # noqa: PLR0913 - the job and the caller's wishes, all by keyword
@@ -57,7 +61,8 @@ def plan_job(  # noqa: PLR0913 - the job and the caller's wishes, all by keyword
 ) -> PlanningResult:
     """Judge every strategy and return the fastest plan that ``space`` allows.
 
-    ``strategy``, ``mesh``, ``num_microbatches``, ``schedule`` and stage ``cuts`` (labels) may be forced.
+    ``strategy``, ``mesh``, ``num_microbatches``, ``schedule`` and stage ``cuts`` (labels) may be forced. The
+    schedule "synthesised" is sought for the times of the plan's stages; it is never worse than a fixed one.
 
     Raises:
         PlanError: what is forced is not legal for this model, batch or cluster.
@@ -67,8 +72,8 @@ def plan_job(  # noqa: PLR0913 - the job and the caller's wishes, all by keyword
     job = Job(profile, cluster, global_batch, optimizer or OptimizerSpec(), precision)
     bytes_per_parameter(precision, job.optimizer)
     space = replace(space, num_microbatches=num_microbatches)
-    if schedule is not None:
-        space = replace(space, schedules=(schedule,))
+    if schedule not in {None, SYNTHESISED}:
+        space = _with_schedule(space, str(schedule))
     check_batch(job, num_microbatches)
     if strategy is not None and strategy not in STRATEGIES:
         raise PlanError(f"No strategy is called {strategy!r}.", attempt=", ".join(STRATEGIES))
@@ -90,8 +95,22 @@ def plan_job(  # noqa: PLR0913 - the job and the caller's wishes, all by keyword
     estimate = outcome.best.estimate
     gap = max(1 - outcome.lower_bound_s / estimate.step_time_s, 0.0)
     plan = build_plan(job, outcome.best, strategy_of(outcome.best.layout.mesh, cluster), verdicts)
+    sought = None
+    if schedule == SYNTHESISED:
+        sought = seek_schedule(job, outcome.best, Evaluator(job).costs(outcome.best.layout))
+        plan = plan if sought is None else with_schedule(plan, sought)
     num_layouts = sum(each.num_layouts for _, each in judged)
-    return PlanningResult(plan, verdicts, gap, time.perf_counter() - started, num_layouts)
+    return PlanningResult(plan, verdicts, gap, time.perf_counter() - started, num_layouts, sought)
+
+
+def _with_schedule(space: Space, schedule: str) -> Space:
+    """The space with pipelines of this schedule only, and the virtual stages it needs."""
+    known = sorted(set(SCHEDULES) & set(SCHEDULE_NAMES))
+    if schedule not in known:
+        raise PlanError(
+            f"No schedule called {schedule!r} can be planned.", attempt=", ".join([*known, SYNTHESISED])
+        )
+    return replace(space, schedules=(schedule,), max_virtual_stages=max(space.max_virtual_stages, 8))
 
 
 def judge_strategies(job: Job, space: Space) -> list[tuple[Verdict, Outcome]]:
