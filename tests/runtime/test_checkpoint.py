@@ -46,7 +46,7 @@ def go_on(_rank: int, plan: Plan, folder: Path, first: int, last: int) -> dict[s
 
 @pytest.mark.distributed
 def test_a_run_that_changes_its_plan_ends_where_one_process_does(tmp_path: Path) -> None:
-    """Two pipeline ranks, one process, split operators on two, four pipeline ranks: eight steps, to 1e-10."""
+    """B24, B27: two pipeline ranks, one process, tp 2, four pipeline ranks: eight steps, to 1e-10."""
     layouts = [Mesh(pp=2), Mesh(), Mesh(tp=2), Mesh(pp=4)]
     for number, mesh in enumerate(layouts):
         results = run_distributed(

@@ -142,7 +142,7 @@ def test_frozen_parameters_stay_and_others_train_exactly(cut: str) -> None:
 
 
 def test_a_gradient_that_is_not_finite_stops_every_rank_before_the_update() -> None:
-    """B73: inf on one rank raises the same error on all, and no parameter has changed on any."""
+    """B73, B192: inf on one rank raises the same error on all, and no parameter has changed on any."""
     results = run_distributed(train_to_the_error, 2, make_plan(Mesh(pp=2), "blocks.2"))
     assert all("not finite" in message and is_unchanged for message, is_unchanged in results)
 
