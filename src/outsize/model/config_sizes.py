@@ -63,7 +63,7 @@ def read_config_sizes(location: str) -> TransformerConfig:
 
 
 def _config(kind: str, settings: Mapping[str, Any], path: Path) -> TransformerConfig:
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     for field, names in _NAMES.items():
         value = next((settings[name] for name in names if settings.get(name) is not None), None)
         if field in _NEEDED and (not isinstance(value, int) or value < 1):
