@@ -101,3 +101,33 @@ def test_a_mistake_is_one_message_and_exit_code_two(arguments, part) -> None:
     assert result.returncode == 2
     assert part in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_sought_schedule_is_saved_beside_the_plan(tmp_path) -> None:
+    """The plan names the file, and the form tells time, best fixed schedule and bound."""
+    from outsize.plan.files import load_plan
+    from outsize.plan.schedule_files import load_schedule
+
+    path = tmp_path / "plan.json"
+    job = ("gpt2-large", "--cluster", "4xA10", "--global-batch", "8", "--mesh", "pp=4", "--microbatches", "8")
+    result = _run("plan", *job, "--schedule", "synthesised", "--save", str(path), "--json")
+    assert result.returncode == 0, result.stderr
+    search = json.loads(result.stdout)["schedule_search"]
+    assert search["lower_bound_s"] <= search["pipeline_s"] * (1 + 1e-9)
+    assert search["pipeline_s"] <= search["best_fixed_s"] * (1 + 1e-9)
+    plan = load_plan(path)
+    if plan.schedule.name.endswith(".json"):
+        assert load_schedule(tmp_path / "plan.schedule.json").num_microbatches == 8
+
+
+def test_goodput_of_a_hundred_thousand_devices_is_in_the_output() -> None:
+    """Failures every 50,000 h a device come every half hour over 98,304: a checkpoint every few minutes."""
+    result = _run(
+        "plan", "llama3-405b", "--cluster", "98304xH100", "--global-batch", "12288", "--sequence", "8192",
+        "--mesh", "pp=16,dp=768,tp=8", "--device-mtbf-hours", "50000", "--json",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    goodput = json.loads(result.stdout)["goodput"]
+    assert goodput["mean_time_between_failures_s"] == pytest.approx(50_000 * 3600 / 98_304)
+    assert 0 < goodput["checkpoint_interval_s"] < goodput["mean_time_between_failures_s"]
+    assert 0.5 < goodput["share"] < 1

@@ -64,6 +64,20 @@ def test_a_saved_plan_keeps_the_placements_the_user_decided(
     assert "has nothing to decide" in capsys.readouterr().err
 
 
+def test_a_model_too_small_to_split_is_told_with_the_verdicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What every strategy needs is said before that there is nothing to save."""
+    (tmp_path / "model.py").write_text(MODEL.replace("2048", "8").replace("512", "4"))
+    monkeypatch.chdir(tmp_path)
+    command = "plan model.py:build --cluster 2xcpu:1GiB --global-batch 4 --mesh tp=2 --save plan.json"
+    assert exit_code(command, monkeypatch) == 2
+    said = capsys.readouterr()
+    assert "mirrored" in said.out
+    assert "worth splitting" in said.err
+    assert not (tmp_path / "plan.json").exists()
+
+
 def exit_code(command: str, monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.setattr(sys, "argv", ["outsize", *command.split()])
     with pytest.raises(SystemExit) as ended:

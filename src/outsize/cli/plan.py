@@ -81,7 +81,13 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
         raise
     best = replace(result.best, model=model)
     if save is not None or placements is not None:
-        best = _trainable(best, sequence, placements)
+        try:
+            best = _trainable(best, sequence, placements)
+        except PlanError:  # the verdicts still hold
+            if not as_json:
+                title = f"{model} on {cluster}, global batch {global_batch}"
+                _show_verdicts(result.verdicts, title, best.strategy)
+            raise
     if save is not None:
         best = _with_schedule_file(best, result, save)
         save_plan(best, save)
