@@ -62,13 +62,11 @@ class Ranks:
         return int(self.rank_of_chunk[chunk])
 
     def crossing_bytes(self, costs: BlockCosts) -> Array:
-        """Bytes that each rank receives for its first chunk and sends from its last."""
-        pp = self.layout.mesh.pp
-        last = np.zeros(pp, dtype=np.intp)
-        np.maximum.at(last, self.rank_of_chunk, np.arange(len(self.rank_of_chunk)))
-        outputs = np.concatenate([[0.0], costs.output_bytes[:-1], [0.0]])
-        crossing: Array = outputs[self.starts[:pp]] + outputs[self.ends[last]]
-        return crossing
+        """Bytes that each rank receives from and sends to other ranks, over all its chunks."""
+        received = self.received_bytes(costs)
+        is_local = np.concatenate([[True], self.rank_of_chunk[1:] == self.rank_of_chunk[:-1]])
+        received[is_local] = 0.0
+        return self.fold(received) + self.fold(np.concatenate([received[1:], [0.0]]))
 
     def received_bytes(self, costs: BlockCosts) -> Array:
         """Bytes that each chunk receives; none for the first."""
