@@ -16,10 +16,12 @@ def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessG
     """Sum ``parameter.grad`` in place over ``group``; nothing to do without one.
 
     Losses are scaled by their share of the global batch beforehand, so this sum is the gradient of the global
-    batch, whatever the replicas' shares are. Every process must hold the same parameters with gradients.
+    batch, whatever the replicas' shares are. A parameter with a gradient on some process has zeros on others
+    that have none. Every process must hold the same parameters.
     """
-    if group is None:
+    if group is None or not parameters:
         return
+    _fill_missing(parameters, group)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
@@ -27,6 +29,19 @@ def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessG
         summed = torch.split(flat, [gradient.numel() for gradient in bucket])
         for gradient, values in zip(bucket, summed, strict=True):
             gradient.copy_(values.view_as(gradient))
+
+
+def _fill_missing(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Give zeros to what others have a gradient for: a replica may have had no sample that counts."""
+    has_gradient = torch.tensor(
+        [parameter.grad is not None for parameter in parameters],
+        dtype=torch.uint8,
+        device=parameters[0].device,
+    )
+    dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=group)
+    for parameter, is_somewhere in zip(parameters, has_gradient.tolist(), strict=True):
+        if is_somewhere and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
