@@ -1,10 +1,10 @@
 """Speed of outsize's pipelines on two processes of one thread, against its own bound and against peers.
 
-    python benchmarks/pipeline.py [--rounds 8] [--schedules 1f1b gpipe zb_h1] [--microbatches 8 16]
+    python benchmarks/pipeline.py [--seconds 200] [--schedules 1f1b gpipe zb_h1] [--microbatches 8 16]
 
 Eight Llama-like blocks of 20 to 30 ms a micro-batch, four on each process, over gloo. Contenders take turns
-within one run, in changing order, and every ratio is the median of the ratios of neighbours, so that a machine
-that speeds up and slows down does so for both. Above 1 outsize is faster. The last line is JSON:
+within one run, in changing order, and every ratio is the median over rounds of ratios of neighbours, whose
+machine is the same. Above 1 outsize is faster. The last line is JSON:
 
 - `of_bound`: the step that the simulator predicts from action times measured without a pipeline, in the same
   two processes at the same time, over the step that outsize takes;
@@ -153,21 +153,29 @@ def measure(rank: int, store: str, given: argparse.Namespace, queue: Any) -> Non
     contests = [Contest(name, count) for name in given.schedules for count in given.microbatches]
     others = [OtherPeers(contest) for contest in contests if contest.name == "1f1b"]
     ratios: Ratios = defaultdict(list)
-    for round_number in range(given.rounds):
+    started, round_number = time.monotonic(), 0
+    while _all_have_time(given.seconds - (time.monotonic() - started)):
         for contest in contests:
             contest.run_round(ratios, is_reversed=bool(round_number % 2))
         for other in others if round_number % 3 == 0 else ():
             other.run_round(ratios)
+        round_number += 1
     if rank == 0:
         queue.put((dict(ratios), others[0].missing if others else {}))
     dist.destroy_process_group()
+
+
+def _all_have_time(left_s: float) -> bool:
+    least = torch.tensor(left_s)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return bool(least > 0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=200, help="begin no round after these")
     parser.add_argument("--schedules", nargs="*", default=["1f1b", "gpipe", "zb_h1"])
     parser.add_argument("--microbatches", type=int, nargs="*", default=[8, 16])
     given = parser.parse_args()
