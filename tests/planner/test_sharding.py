@@ -13,7 +13,7 @@ from outsize.model.program import NodeKind, Program
 from outsize.model.record import record_module
 from outsize.plan.sharding import Sharding
 from outsize.planner.sharding import plan_module_sharding, plan_sharding
-from outsize.planner.sharding_costs import ShardingCosts
+from outsize.planner.sharding_costs import GLOO_SCATTER_PASSES, ShardingCosts
 from outsize.runtime.collectives import Conversion, OwnRandomStream
 from outsize.runtime.tensor_parallel import lower, parameter_placements
 
@@ -152,6 +152,15 @@ def test_a_divisible_sequence_is_split_between_the_products():
     scattered = found.pop("P -> S0", 0) + found.pop("P -> S1", 0)  # tokens: dim 0 of a product, 1 of its view
     assert scattered == 2
     assert found == {"S1 -> R~": 2}
+
+
+def test_where_scattering_takes_as_long_as_a_whole_sum_values_are_summed_whole():
+    """As over gloo: then the sequence is not split between the products."""
+    program = record(llama(), tokens(1, 512))
+    costs = ShardingCosts(2, scatter_passes=GLOO_SCATTER_PASSES)
+    found = conversions(program, plan_sharding(program, 2, costs=costs), "model.layers.1")
+    assert sum(count for name, count in found.items() if name.startswith("P -> R")) == 2
+    assert not any(name.startswith("P -> S") or name.startswith("S") for name in found)
 
 
 def test_the_fused_projection_of_gpt2_is_split_within_query_key_and_value():
