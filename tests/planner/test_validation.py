@@ -88,7 +88,7 @@ def test_the_planners_choice_is_at_least_as_fast_as_what_was_published(tmp_path)
 
 @pytest.mark.skipif(not _SHARED.exists(), reason="the published runs are not beside this checkout")
 def test_errors_on_the_published_runs_do_not_grow() -> None:
-    """Time within 8.5% (mean) and 5.5% (median), memory within 4%: what was reached, as a ratchet."""
+    """Time within 8% (mean) and 5% (median), memory within 3.5%: what was reached, as a ratchet."""
     runs, _ = load_runs(_SHARED)
     predictions = []
     for run in runs:
@@ -99,6 +99,6 @@ def test_errors_on_the_published_runs_do_not_grow() -> None:
     time = error_summary(predictions, lambda prediction: prediction.time_error)
     memory = error_summary(predictions, lambda prediction: prediction.memory_error)
     assert time["num_rows"] > 350
-    assert time["mean_abs_error"] < 0.085
-    assert time["median_abs_error"] < 0.055
-    assert memory["mean_abs_error"] < 0.04
+    assert time["mean_abs_error"] < 0.08
+    assert time["median_abs_error"] < 0.05
+    assert memory["mean_abs_error"] < 0.035

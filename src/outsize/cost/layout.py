@@ -23,9 +23,10 @@ STATE_SHARDINGS = ("none", "optimizer_states", "gradients", "full")
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_2p", "zb_v", "v_half", "vocabulary_1f1b",
 )  # fmt: skip
-# A backward in two parts keeps output gradients until the weights' part has run.
+# A backward in two parts keeps output gradients until the weights' part has run (ZB-H1's are counted rank by
+# rank, see `memory`).
 SPLIT_BACKWARD_SHARE = 1.05
-SPLIT_BACKWARD = {"zb_h1", "zb_h2", "zb_2p"}
+SPLIT_BACKWARD = {"zb_h2", "zb_2p"}
 V_SHAPED = {"zb_v", "v_half"}
 
 

@@ -158,7 +158,7 @@ def _attention(config: TransformerConfig, tokens: int, *, is_causal: bool) -> _P
         score_bytes=scores,
         score_flops=0.0 if config.fused_attention else flops,
         score_traffic=0.0 if config.fused_attention else tokens * (traffic + passes),
-        widest=(heads + 2 * kv) * d,
+        widest=max((heads + 2 * kv) * d, 0 if config.fused_attention else heads * tokens),
     )
 
 
