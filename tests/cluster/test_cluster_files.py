@@ -34,6 +34,27 @@ def test_machines_may_differ_and_figures_may_be_replaced(tmp_path) -> None:
     assert cluster.network.bandwidth_bytes_per_s == 1.1e9
 
 
+@pytest.mark.parametrize(("cards", "share"), [(4, 0.5), (8, 1.0), (16, 1.0)])
+def test_devices_share_a_machines_network_cards(tmp_path, cards, share) -> None:
+    """Eight devices behind four cards of 24 GB/s get 12 each; more cards than devices help none."""
+    cluster = _load(
+        tmp_path,
+        f"""
+        network = {{ bandwidth = 24, latency_us = 12 }}
+        network_cards = {cards}
+        pod_machines = 2
+        oversubscription = 4
+        [[machines]]
+        count = 4
+        devices = [{{ kind = "A100", count = 8 }}]
+        """,
+    )
+    assert cluster.network.bandwidth_bytes_per_s == pytest.approx(share * 24e9)
+    inside, beyond = cluster.span(8, 2, world_size=32), cluster.span(8, 4)
+    assert inside.across.bandwidth_bytes_per_s == pytest.approx(share * 24e9)
+    assert beyond.across.bandwidth_bytes_per_s == pytest.approx(share * 6e9)
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [

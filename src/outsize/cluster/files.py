@@ -1,6 +1,9 @@
 """Clusters as TOML files: machines may differ, and every figure of the catalog may be replaced.
 
-network = "ethernet_10"                 # a name, or { bandwidth = 1.1, latency_us = 40 } in GB/s
+network = "ethernet_10"                 # a name, or { bandwidth = 1.1, latency_us = 40 } in GB/s a device
+network_cards = 4                       # then the network's figures are those of one card, shared by devices
+pod_machines = 128                      # beyond so many machines ...
+oversubscription = 3                    # ... each device gets a third
 [[machines]]
 count = 2
 devices = [{ count = 4, kind = "RTX4090" }, { count = 1, memory = "48GiB", kind = "L40S" }]
@@ -52,6 +55,7 @@ class _MachineFigures(_Strict):
 class _ClusterFigures(_Strict):
     machines: list[_MachineFigures] = Field(min_length=1)
     network: str | _LinkFigures | None = None
+    network_cards: PositiveInt | None = None  # of a machine; the network is then one card's
     pod_machines: PositiveInt | None = None
     oversubscription: float = Field(default=1.0, ge=1.0)
 
@@ -73,7 +77,15 @@ def load_cluster(path: Path) -> Cluster:
     machines = tuple(_machine(each) for each in figures.machines for _ in range(each.count))
     usual = find_device(figures.machines[0].devices[0].kind).network
     network = _link(figures.network, usual) if len(machines) > 1 else None
+    if network is not None and figures.network_cards is not None:
+        network = _share(network, figures.network_cards, max(len(each.devices) for each in machines))
     return Cluster(machines, network, str(path), figures.pod_machines, figures.oversubscription)
+
+
+def _share(card: Link, num_cards: int, num_devices: int) -> Link:
+    """One device's share of a machine's cards; no device uses more than one card."""
+    share = min(num_cards / num_devices, 1.0)
+    return Link(card.kind, card.bandwidth_bytes_per_s * share, card.latency_s)
 
 
 def _machine(figures: _MachineFigures) -> Machine:
