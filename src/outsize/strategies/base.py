@@ -39,7 +39,7 @@ ALL_LAYOUTS = Space(
     allows_recompute=True,
     state_shardings=STATE_SHARDINGS,
     allows_sequence_parallel=True,
-    schedules=("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_2p", "zb_v", "v_half"),
+    schedules=("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half"),
 )
 _VIRTUAL_STAGES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24)
 
