@@ -67,6 +67,18 @@ def test_a_file_without_the_columns_is_one_message(tmp_path) -> None:
         load_runs(tmp_path / "missing.csv")
 
 
+def test_a_figure_that_is_no_number_refuses_its_row_only(tmp_path) -> None:
+    """Text or zero where a size should be: the other rows are predicted all the same."""
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, _ROW)
+        writer.writeheader()
+        writer.writerows([{**_ROW, "hidden": "wide"}, {**_ROW, "micro_batch": "0"}, _ROW])
+    runs, refused = load_runs(path)
+    assert [run.row for run in runs] == [4]
+    assert [row for row, _ in refused] == [2, 3]
+
+
 def test_the_planners_choice_is_at_least_as_fast_as_what_was_published(tmp_path) -> None:
     """The published layout of GPT-7.5B on 128 devices lies in the space that is searched."""
     small = {

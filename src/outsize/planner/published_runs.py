@@ -92,6 +92,8 @@ def load_runs(path: Path) -> tuple[list[PublishedRun], list[tuple[int, str]]]:
             runs.append(read_run(row, number))
         except Unmodelled as reason:
             refused.append((number, str(reason)))
+        except (ValueError, ZeroDivisionError, OverflowError) as fault:
+            refused.append((number, f"a figure cannot be read: {fault}"))
     return runs, refused
 
 
