@@ -47,6 +47,7 @@ def test_tflops_are_read_by_the_authors_formula() -> None:
         ({"gpu": "Abacus"}, "unknown device"),
         ({"gpus": "561"}, "do not divide"),
         ({"schedule": "mystery"}, "mystery"),
+        ({"schedule": "zb-1p", "vpp": "3"}, "3 virtual stages"),
         ({"recompute": ""}, "recomputed is not published"),
         ({"tflops_per_gpu": ""}, "neither time nor memory"),
     ],
@@ -65,6 +66,20 @@ def test_a_file_without_the_columns_is_one_message(tmp_path) -> None:
         load_runs(path)
     with pytest.raises(OutsizeError, match="cannot be read"):
         load_runs(tmp_path / "missing.csv")
+
+
+@pytest.mark.parametrize(
+    ("change", "schedule", "virtual"),
+    [
+        ({"vpp": "3"}, "interleaved_1f1b", 3),
+        ({"schedule": "interleaved-1f1b", "vpp": "1"}, "1f1b", 1),
+        ({"schedule": "v-half", "vpp": ""}, "v_half", 2),
+    ],
+)
+def test_a_schedule_has_the_virtual_stages_it_can_have(change, schedule, virtual) -> None:
+    """Columns that contradict each other, or leave out what the schedule implies."""
+    layout = read_run({**_ROW, **change}, 2).layout
+    assert (layout.schedule, layout.num_virtual_stages) == (schedule, virtual)
 
 
 def test_a_figure_that_is_no_number_refuses_its_row_only(tmp_path) -> None:

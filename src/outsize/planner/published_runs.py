@@ -13,7 +13,7 @@ from pathlib import Path
 from outsize.cluster.catalog import find_device, with_memory
 from outsize.cluster.link import Link
 from outsize.cluster.topology import Cluster, Machine
-from outsize.cost.layout import Job, Layout
+from outsize.cost.layout import V_SHAPED, Job, Layout
 from outsize.cost.software import Software, find_software
 from outsize.errors import OutsizeError
 from outsize.model.transformer_profile import TransformerConfig, spread_vocabulary, transformer_profile
@@ -273,7 +273,7 @@ def _layout(row: Mapping[str, str], source: _Source) -> Layout:
     schedule = row["schedule"]
     if schedule not in _SCHEDULES:
         raise Unmodelled(f"schedule {schedule!r} is not modelled")
-    virtual = _int(row.get("vpp") or "1")
+    schedule, virtual = _schedule(_SCHEDULES[schedule], _int(row.get("vpp") or "1"))
     level = _SHARDINGS.get(row.get("zero_stage") or source.zero_stage, "none")
     dp = replicas // ep
     return Layout(
@@ -282,11 +282,22 @@ def _layout(row: Mapping[str, str], source: _Source) -> Layout:
         ),
         microbatch_size=size,
         num_microbatches=max(round(batch / (replicas * size)), 1),
-        schedule=_SCHEDULES[schedule] if pp > 1 else "1f1b",
+        schedule=schedule if pp > 1 else "1f1b",
         num_virtual_stages=virtual if pp > 1 else 1,
         state_sharding=level,
         sequence_parallel=row.get("sequence_parallel") != "no" and tp > 1,
     )
+
+
+def _schedule(schedule: str, virtual: int) -> tuple[str, int]:
+    """A schedule with the virtual stages it has: two in a V, several where interleaved, else one."""
+    if schedule in V_SHAPED:
+        return schedule, 2
+    if schedule in {"1f1b", "interleaved_1f1b"}:
+        return ("interleaved_1f1b" if virtual > 1 else "1f1b"), virtual
+    if virtual > 1:
+        raise Unmodelled(f"schedule {schedule} with {virtual} virtual stages is not modelled")
+    return schedule, 1
 
 
 def _recompute(row: Mapping[str, str], source: _Source) -> str:
