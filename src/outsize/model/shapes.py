@@ -10,7 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -93,10 +95,32 @@ def _ctc_loss(log_probabilities: torch.Tensor, targets: torch.Tensor, *_: Any) -
     return log_probabilities.new_empty(num_samples), log_probabilities.new_empty(table)
 
 
+def _view_by_kernel(view: Any) -> Callable[..., torch.Tensor]:
+    """Return a rule that asks the kernel for the geometry of a view.
+
+    Torch's rules for fake tensors allow for sizes that are symbols, and take up to a hundred times as long.
+    """
+
+    def rule(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
+            return view(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+        with in_kernel_invocation_manager(tensor.fake_mode):
+            viewed = view(tensor, *args, **kwargs)
+        return FakeTensor(tensor.fake_mode, viewed, tensor.fake_device)
+
+    return rule
+
+
+_VIEWS = (
+    aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.transpose.int, aten.t.default,
+    aten.expand.default,
+)  # fmt: skip
+
 _RULES: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_product,
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss.Tensor: _ctc_loss,
+    **{view: _view_by_kernel(view) for view in _VIEWS},
 }
 
 
