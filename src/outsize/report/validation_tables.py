@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from outsize.planner.validation import Prediction
@@ -14,28 +15,31 @@ __all__ = ["row_table", "source_table"]
 
 def source_table(form: dict[str, Any]) -> Table:
     """Return number of rows, mean and median |error| of time and memory by source, and overall."""
-    table = Table(title="predicted against published: rows, mean and median |error|", title_justify="left")
-    table.add_column("source", min_width=24, overflow="fold")
-    for column in ("time", "|error|", "median", "bias", "memory", "|error|", "median"):
-        table.add_column(column, justify="right")
+    table = Table(
+        title="predicted against published: rows, mean / median |error|", title_justify="left", box=SIMPLE
+    )
+    table.add_column("source", overflow="fold")
+    for column in ("rows", "time", "bias", "rows", "memory"):
+        table.add_column(column, justify="right", no_wrap=True)
     time, memory = form["time"], form["memory"]
     for source in dict.fromkeys([*time["by_source"], *memory["by_source"]]):
-        table.add_row(
-            source, *_cells(time["by_source"].get(source)), *_cells(memory["by_source"].get(source))[:3]
-        )
+        table.add_row(source, *_cells(time["by_source"].get(source), memory["by_source"].get(source)))
     table.add_section()
-    table.add_row("all", *_cells(time), *_cells(memory)[:3])
+    table.add_row("all", *_cells(time, memory))
     return table
 
 
-def _cells(figures: dict[str, Any] | None) -> list[str]:
+def _cells(time: dict[str, Any] | None, memory: dict[str, Any] | None) -> list[str]:
+    bias = f"{time['mean_error']:+.1%}" if time and time["num_rows"] else "–"
+    return [*_errors(time), bias, *_errors(memory)]
+
+
+def _errors(figures: dict[str, Any] | None) -> list[str]:
     if not figures or not figures["num_rows"]:
-        return ["–"] * 4
+        return ["–", "–"]
     return [
         str(figures["num_rows"]),
-        f"{figures['mean_abs_error']:.1%}",
-        f"{figures['median_abs_error']:.1%}",
-        f"{figures['mean_error']:+.1%}",
+        f"{figures['mean_abs_error']:.1%} / {figures['median_abs_error']:.1%}",
     ]
 
 
