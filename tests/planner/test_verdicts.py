@@ -171,3 +171,23 @@ def test_a_pipeline_with_one_slow_block_is_called_unbalanced() -> None:
     blocks += (uniform_block(7, kind="slow", max_tensor_parallel_degree=1, **slow),)
     verdicts = _verdicts(ModelProfile("slow", blocks, tokens_per_sample=64), "4xcpu:1GiB")
     assert verdicts["pipeline_parallel"].reason_code == "STAGES_UNBALANCED"
+
+
+def test_the_peak_is_that_of_a_whole_step_not_of_a_forward() -> None:
+    """Known failure B197: loss, gradients and optimizer states count; who would die late is refused early."""
+    from outsize.model.transformer_profile import TransformerConfig, transformer_profile
+
+    config = TransformerConfig("large vocabulary", 2, 512, 8, 151_000, 2048, is_gated=True)
+    profile = transformer_profile(config)
+    job = Job(profile, parse_cluster("1xA100"), global_batch=4, precision="bf16")
+    found = Evaluator(job).evaluate(Layout(Mesh(), 4, 1))
+    (memory,) = found.estimate.memory
+    kept = sum(block.saved_activation_bytes.of(4) for block in profile.blocks)
+    logits = 4 * 2048 * 151_000  # of one micro-batch
+    assert memory["activations"] == pytest.approx(kept)
+    assert kept > 4 * logits  # in float32, kept until backward
+    assert memory["temporaries"] >= 2 * logits  # and their gradient in 16 bits
+    assert memory["gradients"] + memory["optimizer_states"] == pytest.approx(14 * profile.num_parameters)
+    tensors = sum(memory.values()) - memory["reserve"]
+    tight = replace(job, cluster=parse_cluster(f"1xA100:{tensors // 2**20}MiB"))
+    assert not Evaluator(tight).evaluate(Layout(Mesh(), 4, 1)).fits
