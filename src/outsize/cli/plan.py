@@ -21,10 +21,24 @@ if TYPE_CHECKING:
 __all__ = ["parse_mesh", "plan"]
 
 
+_Model = Annotated[str, typer.Argument(help="preset, file.py:function, package.module:function or hf:<dir>")]
+_Schedule = Annotated[
+    str | None,
+    typer.Option(help="run pipelines by this schedule; synthesised: one sought for the stages' times"),
+]
+_Cuts = Annotated[
+    str | None, typer.Option(help="begin pipeline stages at these blocks, such as layers.8,layers.16")
+]
+_Placements = Annotated[
+    Path | None, typer.Option(help="TOML file of operator splits decided by you: docs/guides/operators.md")
+]
+_DeviceMtbf = Annotated[
+    float | None, typer.Option(help="mean hours between failures of one device: adds the goodput")
+]
+
+
 def plan(  # noqa: PLR0913, PLR0917 - a command's options
-    model: Annotated[
-        str, typer.Argument(help="preset, file.py:function, package.module:function or hf:<dir>")
-    ],
+    model: _Model,
     cluster: Annotated[str, typer.Option(help="4xcpu:1GiB, 2x24GiB, 8x8xH100 or a TOML file")],
     global_batch: Annotated[int, typer.Option(help="samples in one step over all devices")],
     sequence: Annotated[int | None, typer.Option(help="tokens in a sample")] = None,
@@ -33,23 +47,12 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
     strategy: Annotated[str | None, typer.Option(help="plan this strategy instead of the fastest")] = None,
     mesh: Annotated[str | None, typer.Option(help="plan this mesh, such as pp=2,tp=4")] = None,
     microbatches: Annotated[int | None, typer.Option(help="micro-batches in one step of a replica")] = None,
-    schedule: Annotated[
-        str | None,
-        typer.Option(help="run pipelines by this schedule; synthesised: one sought for the stages' times"),
-    ] = None,
-    cuts: Annotated[
-        str | None,
-        typer.Option(help="begin pipeline stages at these blocks, such as layers.8,layers.16"),
-    ] = None,
-    placements: Annotated[
-        Path | None,
-        typer.Option(help="TOML file of operator splits decided by you: docs/guides/operators.md"),
-    ] = None,
+    schedule: _Schedule = None,
+    cuts: _Cuts = None,
+    placements: _Placements = None,
     save: Annotated[Path | None, typer.Option(help="write the plan to this JSON file")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page to this file")] = None,
-    device_mtbf_hours: Annotated[
-        float | None, typer.Option(help="mean hours between failures of one device: adds the goodput")
-    ] = None,
+    device_mtbf_hours: _DeviceMtbf = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Say for each strategy whether the model fits, why, and how fast; plan the best one."""
@@ -59,6 +62,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
     from outsize.plan.plan import OptimizerSpec
     from outsize.planner.search import NothingFitsError, plan_job
 
+    title = f"{model} on {cluster}, global batch {global_batch}"
     parsed_cluster = parse_cluster(cluster)
     wished_mesh = parse_mesh(mesh) if mesh else None
     profile, space = find_profile(model, sequence=sequence)
@@ -77,17 +81,11 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
             space=space,
         )
     except NothingFitsError as error:
-        _show_refusal(error, f"{model} on {cluster}, global batch {global_batch}", as_json=as_json)
+        _show_refusal(error, title, as_json=as_json)
         raise
     best = replace(result.best, model=model)
     if save is not None or placements is not None:
-        try:
-            best = _trainable(best, sequence, placements)
-        except PlanError:  # the verdicts still hold
-            if not as_json:
-                title = f"{model} on {cluster}, global batch {global_batch}"
-                _show_verdicts(result.verdicts, title, best.strategy)
-            raise
+        best = _with_splits(best, sequence, placements, result.verdicts, None if as_json else title)
     if save is not None:
         best = _with_schedule_file(best, result, save)
         save_plan(best, save)
@@ -96,8 +94,20 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
     if as_json:
         print(json.dumps(_form(result, best, device_mtbf_hours)))
     else:
-        _show_verdicts(result.verdicts, f"{model} on {cluster}, global batch {global_batch}", best.strategy)
+        _show_verdicts(result.verdicts, title, best.strategy)
         _show_best(best, result, device_mtbf_hours)
+
+
+def _with_splits(
+    best: Plan, sequence: int | None, placements: Path | None, verdicts: Sequence[Verdict], title: str | None
+) -> Plan:
+    """Return the plan with its operator splits; where there are none, the verdicts, which hold, are told."""
+    try:
+        return _trainable(best, sequence, placements)
+    except PlanError:
+        if title is not None:
+            _show_verdicts(verdicts, title, best.strategy)
+        raise
 
 
 def _with_schedule_file(best: Plan, result: PlanningResult, save: Path) -> Plan:
