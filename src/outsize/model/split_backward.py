@@ -83,8 +83,9 @@ def _run(
     products, leaves = graph.divide()
     if not leaves:
         return
+    roots: Any = list(outputs)  # torch's types have no mixed sequences
     with _intercepted(products, handle):
-        torch.autograd.backward(list(outputs), gradients, inputs=leaves)
+        torch.autograd.backward(roots, gradients, inputs=leaves)
 
 
 class _Graph:
