@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from outsize.model.fake import DEVICE_QUERY, device_of
+from outsize.model.operator_flops import count_flops
 
 __all__ = ["CostMeter"]
 
@@ -51,9 +51,7 @@ class CostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return device_of(args[0])
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self.flops += count(*args, **kwargs, out_val=result)
+        self.flops += count_flops(func._overloadpacket, args, kwargs, result)
         self._count_memory(func, [leaf for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)], result)
         return result
 

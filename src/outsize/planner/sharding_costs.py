@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch.utils._pytree import tree_unflatten
-from torch.utils.flop_counter import flop_registry
 
+from outsize.model.operator_flops import count_flops
 from outsize.model.operator_rules.placement import Partial, Placement, Replicate, Shard
 from outsize.model.operator_rules.rule import OperatorRule
 from outsize.model.operator_rules.shards import local_shape
@@ -138,18 +138,12 @@ def local_bytes(spec: TensorSpec, placement: Placement, degree: int) -> int:
 def forward_flops(signature: OperatorSignature) -> float:
     """FLOPs of the whole operator; 0 for those that only move memory."""
     packet = getattr(signature.target, "_overloadpacket", None)
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        queries, keys, values = (spec.shape for spec in signature.inputs[:3])
-        return 2.0 * math.prod(queries[:3]) * keys[2] * (queries[3] + values[3])  # torch does not count it
     if packet is torch.ops.aten.matmul:
         return 2.0 * math.prod(signature.outputs[0].shape) * signature.inputs[0].shape[-1]
-    count = flop_registry.get(packet)
-    if count is None:
-        return 0.0
     arguments = [_on_meta(a) if isinstance(a, TensorSpec) else a for a in signature.arguments]
     args, kwargs = tree_unflatten(arguments, signature.structure)
     outputs = tuple(_on_meta(spec) for spec in signature.outputs)
-    return float(count(*args, **kwargs, out_val=outputs if len(outputs) > 1 else outputs[0]))
+    return count_flops(packet, args, kwargs, outputs if len(outputs) > 1 else outputs[0])
 
 
 def _on_meta(spec: TensorSpec) -> torch.Tensor:
