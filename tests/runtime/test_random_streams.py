@@ -20,7 +20,7 @@ SAMPLE = {"points": torch.ones(8, 16)}
 
 
 def place(rank: int, mesh: Mesh) -> ProcessMesh:
-    return ProcessMesh(mesh, rank, torch.device("cpu"), coordinates=mesh.coordinates(rank))
+    return ProcessMesh(mesh, rank, torch.device("cpu"))
 
 
 def test_stages_and_replicas_have_streams_of_their_own_and_split_groups_share_one() -> None:

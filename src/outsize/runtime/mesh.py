@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,11 @@ class ProcessMesh:
     rank: int
     device: torch.device
     device_mesh: DeviceMesh | None = None  # axes longer than one; None for a single process
-    coordinates: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This process's position along every axis."""
+        return self.mesh.coordinates(self.rank)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the group along ``axis``, or None where the axis has length one."""
@@ -56,4 +60,4 @@ def make_process_mesh(mesh: Mesh, device: torch.device) -> ProcessMesh:
     if axes:
         shape = tuple(getattr(mesh, axis) for axis in axes)
         device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=tuple(axes))
-    return ProcessMesh(mesh, rank, device, device_mesh, mesh.coordinates(rank))
+    return ProcessMesh(mesh, rank, device, device_mesh)
