@@ -23,10 +23,21 @@ def compute_gradient_norm(counted: Iterable[nn.Parameter], mesh: ProcessMesh) ->
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for parameter in counted:
         if parameter.grad is not None:
-            total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
+            total += _sum_of_squares(parameter.grad)
     for axis in ("tp", "pp"):
         mesh.sum_over(axis, total)
     return total.sqrt()
+
+
+def _sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a float64 scalar: norms of rows in single precision at least, their squares added in double.
+
+    In double throughout it takes six times as long and a copy of the gradient; in single throughout four
+    digits are lost on a million elements.
+    """
+    rows = gradient.flatten(1) if gradient.dim() > 1 else gradient.reshape(1, -1)
+    precision = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=precision).double().square().sum()
 
 
 def clip_gradients(parameters: Mapping[str, nn.Parameter], norm: float, max_norm: float) -> None:
