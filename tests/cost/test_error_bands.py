@@ -29,3 +29,9 @@ def test_the_sentence_says_why_no_better_rung_was_reached() -> None:
     text = describe_rung("parameter_counts", "the forward failed")
     assert "parameter counts alone (the forward failed)" in text
     assert "0.3 to 8 times the memory" in text
+
+
+def test_times_on_emulated_devices_are_said_to_be_rough() -> None:
+    """They share the cores of one machine."""
+    assert "up to 5 times the time" in describe_rung("fake_tensors", is_emulated=True)
+    assert "0.93 to 1.07 times the memory" in describe_rung("fake_tensors", is_emulated=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outsize.cost.error_bands import describe_rung
+from outsize.cost.error_bands import describe_plan_rung
 from outsize.errors import PlanError
 from outsize.plan.plan import Plan
 from outsize.units import format_bytes, format_seconds
@@ -23,7 +23,7 @@ def explain_plan(plan: Plan) -> str:
             if time > 0
         ]
         lines += ["", *_memory_lines(plan)]
-        lines += ["", f"Figures are {describe_rung(plan.rung, plan.rung_reason)}."]
+        lines += ["", f"Figures are {describe_plan_rung(plan)}."]
     lines += ["", "Strategies judged:"]
     for verdict in plan.verdicts:
         time = f" in {format_seconds(verdict.step_time_s)}" if verdict.step_time_s else ""

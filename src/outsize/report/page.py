@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from outsize.cost.error_bands import describe_rung
+from outsize.cost.error_bands import describe_plan_rung
 from outsize.errors import OutsizeError
 from outsize.plan.plan import MEMORY_CATEGORIES, Plan, Verdict
 from outsize.report.timeline_drawing import Timeline, draw_timeline
@@ -98,7 +98,7 @@ def _content(plan: Plan) -> dict[str, Any]:
             (name, time, time / prediction.step_time_s) for name, time in parts if time > 0 and prediction
         ],
         "timeline": timeline,
-        "origin": describe_rung(plan.rung, plan.rung_reason),
+        "origin": describe_plan_rung(plan),
     }
 
 

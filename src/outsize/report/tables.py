@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from outsize.cost.error_bands import describe_rung
+from outsize.cost.error_bands import describe_plan_rung
 from outsize.cost.goodput import Goodput
 from outsize.plan.plan import Plan, Verdict
 from outsize.units import format_bytes, format_seconds
@@ -129,7 +129,7 @@ def plan_summary(plan: Plan) -> Text:
             f"\nstep {format_seconds(prediction.step_time_s)} ({shares}); "
             f"{prediction.tokens_per_s:,.0f} tokens/s; "
             f"peak {format_bytes(prediction.peak_memory_bytes)} a device"
-            f"\n{describe_rung(plan.rung, plan.rung_reason)}",
+            f"\n{describe_plan_rung(plan)}",
             style="not bold",
         )
     return text
