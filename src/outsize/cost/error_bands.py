@@ -30,6 +30,8 @@ _BANDS = {
     "real_tensors": ErrorBands(memory=(0.86, 1.14), step_time=(0.66, 1.34)),
     "parameter_counts": ErrorBands(memory=(0.3, 8.0), step_time=(0.9, 200.0)),
 }
+_PROCESS_SLACK = 1.2  # measured memory of a process ÷ its tensors, at most
+_SHARED_CORES = 5.0  # measured time of emulated devices ÷ predicted, at most
 _SOURCES = {
     "formulas": "formulas of a preset",
     "fake_tensors": "a recording on fake tensors",
@@ -46,16 +48,20 @@ def error_bands(rung: str) -> ErrorBands:
 def describe_rung(rung: str, reason: str = "", *, is_emulated: bool = False) -> str:
     """Return a sentence on where predictions come from and how far they may be off.
 
-    ``reason`` says why no better rung was reached. Emulated devices share the cores of one machine: their
-    tensors are predicted as well, their speed is not (a factor of 1.4 to 5 was measured).
+    ``reason`` says why no better rung was reached. Emulated devices are processes that share the cores of one
+    machine: they hold up to a fifth more than their tensors (hence a reserve) and take up to five times the
+    time predicted (docs/experiments.md).
     """
     bands = error_bands(rung)
     because = f" ({reason})" if reason else ""
-    time = "up to 5 times the time on emulated devices"
-    if not is_emulated:
-        time = f"{_range(bands.step_time)} times the time"
+    memory, time, sharing = bands.memory, bands.step_time, ""
+    if is_emulated:
+        memory = (memory[0], round(memory[1] * _PROCESS_SLACK, 1))
+        time = (time[0], max(time[1], _SHARED_CORES))
+        sharing = ", as emulated devices share the cores"
     return (
-        f"predicted from {_SOURCES[rung]}{because}: expect {_range(bands.memory)} times the memory and {time}"
+        f"predicted from {_SOURCES[rung]}{because}: expect {_range(memory)} times the memory of tensors and "
+        f"{_range(time)} times the time{sharing}"
     )
 
 

@@ -37,7 +37,8 @@ def _sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
     """
     rows = gradient.flatten(1) if gradient.dim() > 1 else gradient.reshape(1, -1)
     precision = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(rows, dim=-1, dtype=precision).double().square().sum()
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=precision)
+    return norms.double().square().sum()
 
 
 def clip_gradients(parameters: Mapping[str, nn.Parameter], norm: float, max_norm: float) -> None:
