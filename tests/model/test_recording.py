@@ -1,4 +1,4 @@
-"""The public form of recording: from a factory, for batches of many shapes, as stages and as a table."""
+"""The public form of recording: from a factory, as stages and as a table."""
 
 import io
 
@@ -9,9 +9,7 @@ from torch import nn
 
 import outsize
 from coverage_families import FAMILIES
-from model.tiny_models import llama
 from outsize.errors import ModelError, PlanError, RecordingError
-from outsize.model.recording import Recordings
 
 FAMILY = FAMILIES["llama_tied"]
 
@@ -91,34 +89,3 @@ def test_a_forward_that_takes_another_way_each_time_is_refused() -> None:
 
     with pytest.raises(RecordingError, match="two recordings differ"):
         outsize.record(Moody, (torch.ones(2, 2),))
-
-
-def test_another_shape_records_again_up_to_a_limit() -> None:
-    """Row B153: shapes are keys; the same shape reuses its recording, too many shapes are refused."""
-    module, _ = llama()
-    recordings = Recordings(module, max_recordings=2)
-    batches = [{"input_ids": torch.ones(2, n, dtype=torch.long)} for n in (4, 7, 4, 5)]
-    programs = [recordings.program_for(batch) for batch in batches[:3]]
-    assert programs[0] is programs[2]
-    assert programs[0] is not programs[1]
-    with pytest.raises(RecordingError, match="more than 2 kinds"):
-        recordings.program_for(batches[3])
-
-
-def test_a_broken_guard_records_again() -> None:
-    """The same shape with another number read from it is another recording."""
-
-    class Trimmed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-            return self.linear(x)[:, : int(length)].sum()
-
-    recordings = Recordings(Trimmed())
-    x = torch.ones(2, 4)
-    first = recordings.program_for({"x": x, "length": torch.tensor(2)})
-    assert recordings.program_for({"x": x, "length": torch.tensor(3)}) is not first
-    assert recordings.program_for({"x": 2 * x, "length": torch.tensor(2)}) is first
-    assert recordings.num_recordings == 2

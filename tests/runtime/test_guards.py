@@ -9,6 +9,7 @@ from torch import nn
 from helpers.models import reference_model
 from helpers.processes import run_distributed
 from outsize.plan.plan import Mesh, OptimizerSpec, Plan, ScheduleSpec, StageSpec
+from outsize.runtime.executions import MAX_KEPT
 from outsize.runtime.parallelize import parallelize
 
 pytestmark = pytest.mark.distributed
@@ -69,3 +70,21 @@ def test_another_number_in_the_batch_is_recorded_again_and_not_ignored() -> None
         assert found == pytest.approx(losses, rel=1e-12)
         for name, value in parameters.items():
             torch.testing.assert_close(value, reference.get_parameter(name), rtol=1e-12, atol=1e-12)
+
+
+def test_shapes_without_end_keep_a_stated_number_of_recordings() -> None:
+    """Shapes are keys (B153): the same one uses its recording again; of more than 16 the oldest goes."""
+    plan = Plan("mirrored", Mesh(), (StageSpec(0, ""),), ScheduleSpec("gpipe", 1), 4)
+    model = parallelize(Trimming, plan, sample_batch=batch_of_length(20))
+    reference = reference_model(Trimming)
+    for length in (*range(1, MAX_KEPT + 4), 1, 1):
+        batch = batch_of_length(length)
+        expected = reference(batch["inputs"], batch["lengths"])
+        assert model.evaluate(batch) == pytest.approx(expected.item(), rel=1e-12)
+    assert len(model.executions.recorded_keys) == MAX_KEPT
+    assert len(set(model.executions.recorded_keys)) == MAX_KEPT
+
+
+def batch_of_length(length: int) -> dict[str, torch.Tensor]:
+    values = torch.randn(4, length, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+    return {"inputs": values, "lengths": torch.full((4,), length)}

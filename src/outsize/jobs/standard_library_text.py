@@ -41,10 +41,6 @@ def source_files(split: str) -> list[Path]:
     return [path for path in files if _is_validation(path.relative_to(root)) == (split == "validation")]
 
 
-def _is_excluded(relative_path: Path) -> bool:
-    return not _EXCLUDED_FOLDERS.isdisjoint(relative_path.parts)
-
-
 def _is_validation(relative_path: Path) -> bool:
     digest = hashlib.sha256(relative_path.as_posix().encode()).digest()
     return digest[0] % _VALIDATION_SHARE == 0

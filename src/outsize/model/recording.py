@@ -1,4 +1,4 @@
-"""Recordings of a module or of a factory, one for every shape of batch."""
+"""The public form of recording: of a module, or of a factory, which must build the same model twice."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 from torch import nn
 
 from outsize.errors import ModelError, RecordingError
-from outsize.model.batch_entries import flatten_batch
 from outsize.model.batch_norm import batch_norm_warnings
 from outsize.model.block_signature import PLAIN
 from outsize.model.deferred import build_deferred
 from outsize.model.factory_digest import first_difference
-from outsize.model.guards import broken_guards
 from outsize.model.program import Node, NodeKind, Program
 from outsize.model.record import Granularity, record_module
 
-__all__ = ["Recordings", "record"]
+__all__ = ["record"]
 
 
 def record(
@@ -72,41 +70,3 @@ def _step(node: Node) -> Hashable:
     target = str(node.target) if node.kind is NodeKind.OPERATOR else node.target
     settings = tuple(argument for argument in node.arguments if isinstance(argument, PLAIN))
     return node.kind, target, node.inputs, settings, node.outputs, node.module_path
-
-
-class Recordings:
-    """The recordings of one module: another shape of batch, or a broken guard, makes another one."""
-
-    def __init__(
-        self, module: nn.Module, *, granularity: Granularity = "blocks", max_recordings: int = 16
-    ) -> None:
-        self.module = module
-        self.granularity = granularity
-        self.max_recordings = max_recordings
-        self._programs: dict[Hashable, list[Program]] = {}
-
-    @property
-    def num_recordings(self) -> int:
-        """Recordings made so far."""
-        return sum(len(programs) for programs in self._programs.values())
-
-    def program_for(self, batch: Any) -> Program:
-        """Return a recording that holds for this batch, making one where needed.
-
-        Raises:
-            RecordingError: more recordings would be needed than allowed, or the forward cannot be recorded.
-        """
-        entries, _ = flatten_batch(batch)
-        shapes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in entries.items())
-        known = self._programs.setdefault((shapes, self.module.training), [])
-        for program in known:
-            if not broken_guards(program, entries):
-                return program
-        if self.num_recordings >= self.max_recordings:
-            raise RecordingError(
-                f"batches of more than {self.max_recordings} kinds",
-                why=f"every shape, and every guarded number, needs a recording; this one is {shapes}",
-                attempt="pad batches to a few shapes, or allow more recordings",
-            )
-        known.append(record_module(self.module, batch, granularity=self.granularity))
-        return known[-1]

@@ -25,7 +25,7 @@ from outsize.runtime.stage_executor import OneProcessExecutor, StageExecutor, St
 from outsize.runtime.stage_placement import StagePlacement, place_stages
 from outsize.runtime.tensor_parallel import select_shard
 
-__all__ = ["Executions"]
+__all__ = ["MAX_KEPT", "Executions"]
 
 MAX_KEPT = 16  # recordings; when batches keep changing, the oldest go
 
@@ -40,6 +40,11 @@ class Executions:
         self._placements: list[tuple[object, StagePlacement]] = []  # newest last
         self._stages: dict[StagePlacement, dict[int, StageModule]] = {}
         self._executors: dict[tuple[StagePlacement, ...], StageExecutor] = {}
+
+    @property
+    def recorded_keys(self) -> list[object]:
+        """Mode and shapes of each recording kept, oldest first."""
+        return [key for key, _ in self._placements]
 
     def placement(self, entries: Mapping[str, torch.Tensor]) -> StagePlacement:
         """Return the recording that holds for a micro-batch.
