@@ -76,9 +76,11 @@ def assert_like_one_process(case: Case, outcomes: list[Outcome]) -> None:
     norm = float(
         torch.stack([gradient.double().square().sum() for gradient in expected.values()]).sum().sqrt()
     )
+    is_double = all(gradient.dtype is torch.float64 for gradient in expected.values())
+    precision = 1e-10 if is_double else 1e-7  # norms of rows are in single precision at least
     for outcome in outcomes:
         assert outcome.loss == pytest.approx(loss, rel=1e-12)
-        assert outcome.norm == pytest.approx(norm, rel=1e-10)
+        assert outcome.norm == pytest.approx(norm, rel=precision)
         for name, gradient in outcome.gradients.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-12)
     assert {name for outcome in outcomes for name in outcome.gradients} == set(expected)

@@ -17,6 +17,7 @@ from outsize.errors import RecordingError
 from outsize.model.autograd_functions import autograd_functions_recorded
 from outsize.model.batch_entries import flatten_batch
 from outsize.model.execution import Execution, on_shapes, on_values
+from outsize.model.hooks import hook_warnings, refuse_backward_hooks
 from outsize.model.kept_attributes import kept_attributes
 from outsize.model.leaves import choose_leaves, has_parameters, initially_open
 from outsize.model.library_settings import constants_readable, training_settings
@@ -81,6 +82,7 @@ def _record(
     *,
     reuse: bool,
 ) -> Program:
+    refuse_backward_hooks(module)
     entries, layout = flatten_batch(batch)
     opened = initially_open(module)
     for _ in range(_MAX_RECORDINGS):
@@ -96,6 +98,7 @@ def _record(
                 recorder = Recorder(module, execution)
                 output = _run(recorder, module, leaves, args, kwargs, reuse=reuse)
                 program = _finish(recorder, output, num_samples=_num_samples(entries))
+                program.warnings += hook_warnings(module, set(leaves))
         except LeafMustOpen as signal:
             _open(module, opened, leaves, signal.names)
             continue

@@ -74,6 +74,9 @@ def parallelize(
             attempt="a sample batch with labels, or a module whose forward returns the loss.",
         )
 
+    if mesh.rank == 0:
+        for warning in placement.recording.warnings:
+            warnings.warn(warning, stacklevel=2)
     memory = start_measuring(mesh.device)
     if enforce_memory_limit and plan.device_memory_bytes is not None:
         apply_memory_limit(plan.device_memory_bytes)

@@ -214,8 +214,12 @@ def _run_backward(
 
 
 def _take_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a received tensor, of zeros where the loss does not use it.
+
+    Left to torch, those zeros would have the shape of the first micro-batch's.
+    """
     gradient, tensor.grad = tensor.grad, None
-    return gradient
+    return torch.zeros_like(tensor) if gradient is None and tensor.requires_grad else gradient
 
 
 def _start_all(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
