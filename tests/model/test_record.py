@@ -274,3 +274,21 @@ def test_custom_autograd_functions_keep_their_backward(granularity: str) -> None
     _, expected = run_whole(module, batch)
     _, found, _ = run_sliced(program, [find_cut(program, "second")], module, batch)
     assert worst_relative_error(found, expected) == 0
+
+
+def test_no_cut_comes_between_a_value_and_a_later_write_into_its_memory() -> None:
+    """A stage would write to its copy of what it received, and what was sent besides would not change."""
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = self.first(x) * 1
+            other = self.second(x)
+            made[:, 0] = 0
+            return self.third(other + made).sum()
+
+    program = record_module(Written(), {"x": torch.ones(2, 4)})
+    assert [cut.label for cut in cut_points(program)] == ["third"]

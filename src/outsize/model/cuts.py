@@ -14,7 +14,8 @@ def cut_points(program: Program, labels: list[str] | None = None) -> list[CutPoi
     """Return the cuts just before each block, in order, that leave parameters on both sides.
 
     A buffer that is written from what parameters made stays on one side, with all that uses it: copies of it
-    would come to differ.
+    would come to differ. No cut comes between a value and a later write into its memory: a stage would write
+    into its own copy.
 
     ``labels`` names the blocks for a recording of operators, which has no blocks of its own: pass the labels
     of the recording of blocks.
@@ -22,7 +23,7 @@ def cut_points(program: Program, labels: list[str] | None = None) -> list[CutPoi
     if labels is None:
         labels = [label for label, _ in _block_calls(program)]
     found = []
-    spans = _spans_of_buffers(program)
+    spans = _spans_of_buffers(program) + _spans_of_writes(program)
     for label in labels:
         index = find_cut(program, label)
         if index == 0 or any(first < index <= last for first, last in spans):
@@ -65,6 +66,19 @@ def _spans_of_buffers(program: Program) -> list[tuple[int, int]]:
         for storage in {program.storages[value] for value in node.inputs} & written:
             uses.setdefault(storage, []).append(index)
     return [(found[0], found[-1]) for found in uses.values()]
+
+
+def _spans_of_writes(program: Program) -> list[tuple[int, int]]:
+    """Return where each memory that is written in place is first made, and the last node that writes it."""
+    tainted, producers = tainted_nodes(program), program.producers
+    made_at: dict[int, int] = {}
+    for value, index in sorted(producers.items(), key=lambda item: item[1]):
+        if tainted[index] and program.nodes[index].kind in (NodeKind.MODULE, NodeKind.OPERATOR):
+            made_at.setdefault(program.storages[value], index)
+    last: dict[int, int] = {}
+    for index, node in enumerate(program.nodes):
+        last.update({program.storages[value]: index for value in node.mutates})
+    return [(made_at[storage], index) for storage, index in last.items() if storage in made_at]
 
 
 def _block_calls(program: Program) -> list[tuple[str, int]]:

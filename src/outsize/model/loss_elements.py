@@ -48,7 +48,7 @@ def _count(program: Program, term: LossTerm, entries: Mapping[str, torch.Tensor]
 
 @torch.no_grad()
 def evaluate_from_batch(program: Program, value: int, entries: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Compute a value that depends on the batch alone."""
+    """Compute a value that depends on the batch alone; writes go to a copy of the batch."""
     needed, stack, producers = set[int](), [value], program.producers
     while stack:
         index = producers[stack.pop()]
@@ -56,10 +56,13 @@ def evaluate_from_batch(program: Program, value: int, entries: Mapping[str, torc
             needed.add(index)
             stack += program.nodes[index].inputs
     values: dict[int, torch.Tensor] = {}
+    writes = any(program.nodes[index].mutates for index in needed)
     for index in sorted(needed):
         node = program.nodes[index]
         if node.kind is NodeKind.INPUT:
-            values[node.outputs[0]] = entries[str(node.target)]
+            values[node.outputs[0]] = (
+                entries[str(node.target)].clone() if writes else entries[str(node.target)]
+            )
         elif node.kind is NodeKind.CONSTANT:
             values[node.outputs[0]] = program.constants[str(node.target)]
         elif node.kind is NodeKind.OPERATOR and node.structure is not None and callable(node.target):

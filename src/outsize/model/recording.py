@@ -68,5 +68,6 @@ def _compare_steps(program: Program, again: Program) -> None:
 
 def _step(node: Node) -> Hashable:
     target = str(node.target) if node.kind is NodeKind.OPERATOR else node.target
-    settings = tuple(argument for argument in node.arguments if isinstance(argument, PLAIN))
+    # as text: NaN is a setting too, and differs from itself
+    settings = tuple(repr(argument) for argument in node.arguments if isinstance(argument, PLAIN))
     return node.kind, target, node.inputs, settings, node.outputs, node.module_path
