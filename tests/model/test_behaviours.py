@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers.modules import Casting
 from model.tiny_models import build, gpt2, llama, token_ids
 from outsize.model.cuts import cut_points
 from outsize.model.program import Program
@@ -156,17 +157,6 @@ def test_every_low_rank_adapter_gets_its_gradient() -> None:
     assert len(expected) == 2 * 2 * 4
     assert all(gradient.abs().max() > 0 for gradient in expected.values())
     assert_same_everywhere(adapted, batch)
-
-
-class Casting(nn.Module):
-    """Computes in its own dtype."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8, dtype=dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x.to(self.linear.weight.dtype)))
 
 
 def test_dtypes_may_change_between_blocks() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from coverage_families import FAMILIES
+from helpers.modules import DoubledGradient
 from model.tiny_models import gpt2, llama
 from outsize.errors import RecordingError
 from outsize.model.cuts import cut_points, find_cut
@@ -246,18 +247,6 @@ def test_objects_that_blocks_write_tensors_to_are_refused() -> None:
     """A stage could not call the block again with the object of the recording; the class is named."""
     with pytest.raises(RecordingError, match="passes a Cache that holds tensors"):
         record_module(Remembering().to("meta"), (X.to("meta"),))
-
-
-class DoubledGradient(torch.autograd.Function):
-    """The identity, with twice the gradient."""
-
-    @staticmethod
-    def forward(_, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_, gradient: torch.Tensor) -> torch.Tensor:
-        return 2 * gradient
 
 
 class CustomBackward(Two):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from coverage_families import FAMILIES
+from helpers.modules import Casting, DoubledGradient
 from outsize.model.source import resize_batch
 from outsize.plan.plan import Mesh, OptimizerSpec, Plan, ScheduleSpec, StageSpec
 from outsize.runtime.parallelize import parallelize
@@ -37,17 +38,6 @@ class LongSkip(nn.Module):
         for block in self.blocks:
             hidden = torch.tanh(block(hidden))
         return self.last(hidden + skipped).square().mean()
-
-
-class Casting(nn.Module):
-    """Computes in its own dtype."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8, dtype=dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x.to(self.linear.weight.dtype)))
 
 
 class MixedDtypes(nn.Module):
@@ -76,18 +66,6 @@ class LonelyEnds(nn.Module):
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.block(self.activation(self.embedding(ids)))
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
-
-
-class DoubledGradient(torch.autograd.Function):
-    """The identity, with twice the gradient."""
-
-    @staticmethod
-    def forward(_, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_, gradient: torch.Tensor) -> torch.Tensor:
-        return 2 * gradient
 
 
 class ManyKinds(nn.Module):

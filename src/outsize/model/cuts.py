@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outsize.errors import PlanError
 from outsize.model.liveness import buffer_writers
 from outsize.model.program import CutPoint, NodeKind, Program
@@ -23,7 +25,8 @@ def cut_points(program: Program, labels: list[str] | None = None) -> list[CutPoi
     if labels is None:
         labels = [label for label, _ in _block_calls(program)]
     found = []
-    spans = _spans_of_buffers(program) + _spans_of_writes(program)
+    tainted = tainted_nodes(program)
+    spans = _spans_of_buffers(program, tainted) + _spans_of_writes(program, tainted)
     for label in labels:
         index = find_cut(program, label)
         if index == 0 or any(first < index <= last for first, last in spans):
@@ -56,9 +59,8 @@ def find_cut(program: Program, label: str) -> int:
     )
 
 
-def _spans_of_buffers(program: Program) -> list[tuple[int, int]]:
+def _spans_of_buffers(program: Program, tainted: Sequence[bool]) -> list[tuple[int, int]]:
     """Return the first and the last node that uses each buffer which a node that is computed once writes."""
-    tainted = tainted_nodes(program)
     writers = buffer_writers(program)
     written = {storage for index, storages in writers.items() if tainted[index] for storage in storages}
     uses: dict[int, list[int]] = {}
@@ -68,11 +70,10 @@ def _spans_of_buffers(program: Program) -> list[tuple[int, int]]:
     return [(found[0], found[-1]) for found in uses.values()]
 
 
-def _spans_of_writes(program: Program) -> list[tuple[int, int]]:
+def _spans_of_writes(program: Program, tainted: Sequence[bool]) -> list[tuple[int, int]]:
     """Return where each memory that is written in place is first made, and the last node that writes it."""
-    tainted, producers = tainted_nodes(program), program.producers
     made_at: dict[int, int] = {}
-    for value, index in sorted(producers.items(), key=lambda item: item[1]):
+    for value, index in sorted(program.producers.items(), key=lambda item: item[1]):
         if tainted[index] and program.nodes[index].kind in (NodeKind.MODULE, NodeKind.OPERATOR):
             made_at.setdefault(program.storages[value], index)
     last: dict[int, int] = {}

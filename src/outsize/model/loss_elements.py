@@ -60,9 +60,8 @@ def evaluate_from_batch(program: Program, value: int, entries: Mapping[str, torc
     for index in sorted(needed):
         node = program.nodes[index]
         if node.kind is NodeKind.INPUT:
-            values[node.outputs[0]] = (
-                entries[str(node.target)].clone() if writes else entries[str(node.target)]
-            )
+            entry = entries[str(node.target)]
+            values[node.outputs[0]] = entry.clone() if writes else entry
         elif node.kind is NodeKind.CONSTANT:
             values[node.outputs[0]] = program.constants[str(node.target)]
         elif node.kind is NodeKind.OPERATOR and node.structure is not None and callable(node.target):
