@@ -12,7 +12,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F  # noqa: N812 - as torch's users know it
 from torch.utils.checkpoint import checkpoint
 
-from outsize.model.split_backward import full_backward, input_gradients
+from outsize.model.cost_meter import CostMeter
+from outsize.model.split_backward import (
+    full_backward,
+    input_gradients,
+    products_put_off,
+    unpack_unchanged,
+)
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -161,6 +167,30 @@ def test_what_only_input_gradients_need_is_freed_by_them() -> None:
     assert [storage() is None for storage in storages] == [False, True]
     later.add()
     assert storages[0]() is None
+
+
+@pytest.mark.parametrize("name", ["attention", "convolutions", "twice", "recomputed"])
+def test_what_is_kept_between_the_parts_is_known_beforehand(name: str) -> None:
+    """Inputs and output gradients of what is put off are all that is alive after the input gradients."""
+    torch.manual_seed(0)
+    make, shape = MODELS[name]
+    model, x = make(), torch.randn(shape, **DOUBLE)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack_unchanged):
+        products = products_put_off([model(x.clone().requires_grad_())])
+    storages = {each.received.untyped_storage() for each in products}
+    expected = sum(storage.nbytes() for storage in storages) + sum(each.gradient_bytes for each in products)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with CostMeter() as meter:
+        received = x.clone().requires_grad_()
+        output = model(received)
+        edge, gradient = [get_gradient_edge(output)], [torch.ones_like(output)]
+        del output
+        later = input_gradients(edge, gradient)
+        del edge, gradient, received
+        assert meter.live_bytes == expected
+        later.add()
+        assert meter.live_bytes == 0
 
 
 def _watch(tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage]:

@@ -106,13 +106,11 @@ def test_peak_of_each_rank_is_what_shapes_predict(name: str, measured: list[dict
     assert peaks == pytest.approx(peak_bytes_by_rank(schedule, stages), rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("name", "tolerance"), [("1f1b", 0.03), ("gpipe", 0.03), ("interleaved_1f1b", 0.03), ("zb_h1", 0.04)]
-)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_peak_of_each_rank_is_what_plans_predict(
-    name: str, tolerance: float, measured: list[dict[str, Any]], profile: ModelProfile
+    name: str, measured: list[dict[str, Any]], profile: ModelProfile
 ) -> None:
-    """The planner's categories, summed over blocks; its 5% for split backwards is more than is needed."""
+    """The planner's categories, summed over blocks: within 3% on every rank."""
     num_stages = 2 * SCHEDULES[name]
     layout = Layout(Mesh(pp=2), MICROBATCH_SIZE, NUM_MICROBATCHES, name, SCHEDULES[name])
     job = Job(profile, parse_cluster("2xA10"), NUM_MICROBATCHES * MICROBATCH_SIZE)
@@ -122,7 +120,7 @@ def test_peak_of_each_rank_is_what_plans_predict(
         job, layout, estimate_block_costs(job, layout), Assignment(bounds, ("none",) * len(labels))
     )
     predicted = sum(memory[key] for key in ("activations", "temporaries", "communication_buffers"))
-    assert [by_rank[name][0] for by_rank in measured] == pytest.approx(list(predicted), rel=tolerance)
+    assert [by_rank[name][0] for by_rank in measured] == pytest.approx(list(predicted), rel=0.03)
 
 
 def test_nothing_is_kept_over_steps(measured: list[dict[str, Any]]) -> None:

@@ -44,6 +44,7 @@ class BlockCost:
     saved_bytes: float
     selective_saved_bytes: float
     full_saved_bytes: float
+    weight_gradient_bytes: float  # kept between the two parts of a backward
     temporary_bytes: float
     output_bytes: float
 
@@ -67,6 +68,7 @@ class BlockCosts:
     saved_bytes: Array
     selective_saved_bytes: Array
     full_saved_bytes: Array
+    weight_gradient_bytes: Array
     temporary_bytes: Array
     output_bytes: Array
     blocks: tuple[BlockProfile, ...]
@@ -95,6 +97,12 @@ class BlockCosts:
     def saved_by_mode(self) -> Array:
         """Bytes kept for backward, by position in RECOMPUTE_MODES and block."""
         return np.stack([self.saved_bytes, self.selective_saved_bytes, self.full_saved_bytes])
+
+    @cached_property
+    def weight_gradient_by_mode(self) -> Array:
+        """Bytes kept between the two parts of a backward; a block recomputed in full has one part only."""
+        whole = self.weight_gradient_bytes
+        return np.stack([whole, whole, np.zeros_like(whole)])
 
     @cached_property
     def temporary_by_mode(self) -> Array:
@@ -253,6 +261,7 @@ def _sizes(block: BlockProfile, samples: int, shards: Shards, scale: float, job:
         "saved_bytes": amount(block.saved_activation_bytes, kept * narrow),
         "selective_saved_bytes": amount(selective or block.saved_activation_bytes, kept * narrow),
         "full_saved_bytes": amount(block.recompute_input_bytes, 1 / shards.sequence / shards.context),
+        "weight_gradient_bytes": amount(block.weight_gradient_bytes, kept * narrow),
         "temporary_bytes": amount(block.temporary_bytes, kept) + _unadded_gradient_bytes(block, shards, job),
         "output_bytes": amount(block.output_bytes, 1 / shards.sequence / shards.context),
     }

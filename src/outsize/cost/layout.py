@@ -23,10 +23,6 @@ STATE_SHARDINGS = ("none", "optimizer_states", "gradients", "full")
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_2p", "zb_v", "v_half", "vocabulary_1f1b",
 )  # fmt: skip
-# A backward in two parts keeps output gradients until the weights' part has run (ZB-H1's are counted rank by
-# rank, see `memory`).
-SPLIT_BACKWARD_SHARE = 1.05
-SPLIT_BACKWARD = {"zb_h2", "zb_2p"}
 V_SHAPED = {"zb_v", "v_half"}
 
 
@@ -109,6 +105,16 @@ class Layout:
             counts[list(self.chunks_of(stage))] = self.in_flight(stage)
         return counts
 
+    @cached_property
+    def held_back_by_chunk(self) -> NDArray[np.float64]:
+        """Micro-batches whose weight gradients each chunk still has to compute at its rank's peak.
+
+        As many as the rank's number in ZB-H1, twice that in ZB-H2; V-shaped schedules have none then.
+        """
+        step = {"zb_h1": 1, "zb_h2": 2, "zb_2p": 2}.get(self.schedule, 0)
+        left = self.num_microbatches - self.in_flight_by_chunk
+        return np.minimum(step * self.rank_of_chunk, left).astype(np.float64)
+
     def in_flight(self, stage: int) -> tuple[int, ...]:
         """Micro-batches whose activations each chunk of rank ``stage`` keeps at the rank's peak.
 
@@ -123,7 +129,9 @@ class Layout:
             counts = [p - stage]
         elif self.schedule == "vocabulary_1f1b":  # two more, for the passes over the spread vocabulary
             counts = [p - stage + 2]
-        elif self.schedule in {"zb_h2", "zb_2p"}:
+        elif self.schedule == "zb_h2":
+            counts = [2 * (p - stage) - 1]
+        elif self.schedule == "zb_2p":
             counts = [2 * (p - stage)]
         elif self.schedule in V_SHAPED:
             total, up = (2 * p, stage + 1) if self.schedule == "zb_v" else (p + 2, stage // 2 + 1)

@@ -1,8 +1,8 @@
 """Bytes per device by category: the sum that decides whether a layout fits.
 
 State per parameter as in `precision`; activations are what each block keeps times the micro-batches in
-flight on that rank; the verdict is about the device that needs most, never about the mean. Everything is
-one array over the pipeline ranks.
+flight on that rank, and what it keeps for weight gradients times those that are held back; the verdict is
+about the device that needs most, never about the mean. Everything is one array over the pipeline ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.cost.blocks import BlockCosts
-from outsize.cost.layout import SPLIT_BACKWARD, SPLIT_BACKWARD_SHARE, Assignment, Job, Layout
+from outsize.cost.layout import Assignment, Job, Layout
 from outsize.cost.precision import BytesPerParameter
 from outsize.cost.ranks import Ranks
 from outsize.plan.plan import MEMORY_CATEGORIES
@@ -22,9 +22,6 @@ from outsize.units import MIB
 
 __all__ = ["BUCKET_BYTES", "StateBytes", "estimate_memory", "memory_by_rank", "state_bytes"]
 
-# Of a block's activations, the inputs and output gradients of its products, kept until the weights' part of a
-# backward in two; measured for a Llama-like block (34 h + 5 a s against 32 h in the Zero Bubble paper).
-WEIGHT_GRADIENT_SHARE = 0.77
 BUCKET_BYTES = 25 * MIB  # gradients are reduced in buckets of this size
 
 Array = NDArray[np.float64]
@@ -77,28 +74,24 @@ def estimate_memory(job: Job, layout: Layout, costs: BlockCosts, assignment: Ass
         "parameters": state.parameters + ranks.total(costs.buffer_bytes),
         "gradients": state.gradients,
         "optimizer_states": state.optimizer_states,
-        "activations": _activations(job, layout, costs, ranks, costs.saved_by_mode[modes, blocks]),
+        "activations": _activations(
+            job,
+            ranks,
+            costs,
+            saved=costs.saved_by_mode[modes, blocks],
+            for_weights=costs.weight_gradient_by_mode[modes, blocks],
+        ),
         "temporaries": ranks.largest(costs.temporary_by_mode[modes, blocks]),
         "communication_buffers": job.software.bucket_bytes + buckets + 2.0 * ranks.crossing_bytes(costs),
         "reserve": np.full(layout.mesh.pp, float(job.cluster.weakest_device().reserve_bytes)),
     }
 
 
-def _activations(job: Job, layout: Layout, costs: BlockCosts, ranks: Ranks, saved: Array) -> Array:
-    kept = ranks.total_in_flight(ranks.by_chunk(saved))
-    if layout.schedule in SPLIT_BACKWARD:
-        kept *= SPLIT_BACKWARD_SHARE
-    if layout.schedule == "zb_h1":
-        kept += WEIGHT_GRADIENT_SHARE * ranks.total(saved) * _held_back(layout)
+def _activations(job: Job, ranks: Ranks, costs: BlockCosts, *, saved: Array, for_weights: Array) -> Array:
+    kept = ranks.total_in_flight(ranks.by_chunk(saved)) + ranks.total_held_back(ranks.by_chunk(for_weights))
     if job.software.keeps_outputs:
         kept += ranks.total_in_flight(costs.output_bytes[ranks.ends - 1])
     return kept
-
-
-def _held_back(layout: Layout) -> Array:
-    """Micro-batches whose weight gradients each rank of ZB-H1 still has to compute: as many as its number."""
-    ranks = np.arange(layout.mesh.pp, dtype=np.float64)
-    return np.minimum(ranks, np.maximum(layout.num_microbatches - layout.mesh.pp + ranks, 0.0))
 
 
 def memory_by_rank(categories: dict[str, Array]) -> tuple[dict[str, int], ...]:

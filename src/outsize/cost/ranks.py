@@ -42,6 +42,10 @@ class Ranks:
         """Sums over the chunks of each rank, each times its micro-batches in flight."""
         return self.fold(by_chunk * self.layout.in_flight_by_chunk)
 
+    def total_held_back(self, by_chunk: Array) -> Array:
+        """Sums over the chunks of each rank, each times its micro-batches with weight gradients to come."""
+        return self.fold(by_chunk * self.layout.held_back_by_chunk)
+
     def largest(self, values: Array) -> Array:
         """The largest value of the blocks of each rank."""
         result = np.zeros(self.layout.mesh.pp)

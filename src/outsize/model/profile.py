@@ -72,6 +72,9 @@ class BlockProfile:
     temporary_bytes: Amount  # highest extra memory while the block runs forward or backward
     output_bytes: Amount  # sent over a cut after this block
     cut_label: str = ""
+    # kept from input gradients to weight gradients where backward runs in two parts: what products take and
+    # the gradients of what they give
+    weight_gradient_bytes: Amount = field(default_factory=Amount)
     buffer_bytes: int = 0
     parameter_names: tuple[str, ...] = ()
     tied_parameter_names: tuple[str, ...] = ()  # also used by an earlier block

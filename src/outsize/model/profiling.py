@@ -25,7 +25,7 @@ from outsize.model.program import CutPoint, Program, Rung
 from outsize.model.record import record_module
 from outsize.model.shapes import shapes_only
 from outsize.model.slice import Slice, slice_program
-from outsize.model.slice_cost import SliceCost, estimate_slice_cost
+from outsize.model.slice_cost import SavedValue, SliceCost, estimate_slice_cost
 from outsize.model.source import ModelSource
 from outsize.model.splittable import splittable_figures
 
@@ -138,6 +138,7 @@ class _Sliced:
     slices: list[Slice]
     costs: list[SliceCost]
     saved_bytes: list[int]
+    weight_bytes: list[int]
 
 
 class _Profiler:
@@ -151,7 +152,16 @@ class _Profiler:
         cuts = cut_points(program)
         slices = slice_program(program, [cut.node_index for cut in cuts])
         costs = self._costs(recording, slices)
-        return _Sliced(recording, cuts, slices, costs, _saved_bytes(program, slices, costs))
+        saved = [(cost.saved_inside_bytes, cost.saved_values) for cost in costs]
+        weight = [(cost.weight_inside_bytes, cost.weight_values) for cost in costs]
+        return _Sliced(
+            recording,
+            cuts,
+            slices,
+            costs,
+            _kept_bytes(program, slices, saved),
+            _kept_bytes(program, slices, weight),
+        )
 
     def _costs(self, recording: Recording, slices: list[Slice]) -> list[SliceCost]:
         """Return the cost of each slice; equal ones are run once."""
@@ -207,6 +217,7 @@ class _Profiler:
             temporary_bytes=self._affine(lambda sliced: sliced.costs[at].temporary_bytes),
             output_bytes=output_bytes,
             cut_label=cut.label if cut else "",
+            weight_gradient_bytes=self._affine(lambda sliced: sliced.weight_bytes[at]),
             buffer_bytes=self._buffer_bytes(part),
             parameter_names=tuple(own),
             tied_parameter_names=tuple(tied),
@@ -254,17 +265,19 @@ def _count(tensors: dict[str, nn.Parameter]) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def _saved_bytes(program: Program, slices: list[Slice], costs: list[SliceCost]) -> list[int]:
-    """Return what each slice keeps for backward beyond what an earlier one keeps already."""
+def _kept_bytes(
+    program: Program, slices: list[Slice], kept: list[tuple[int, tuple[SavedValue, ...]]]
+) -> list[int]:
+    """Return what each slice keeps, inside and as values, beyond what an earlier one keeps already."""
     storage_bytes: dict[int, int] = {}
     for value, spec in program.specs.items():
         storage = program.storages[value]
         storage_bytes[storage] = max(storage_bytes.get(storage, 0), spec.num_bytes)
     seen: set[int] = set()
     totals = []
-    for part, cost in zip(slices, costs, strict=True):
-        total = cost.saved_inside_bytes
-        for saved in cost.saved_values:
+    for part, (inside_bytes, values) in zip(slices, kept, strict=True):
+        total = inside_bytes
+        for saved in values:
             storage = program.storages[saved.in_slice(program, part)]
             if storage not in seen:
                 seen.add(storage)

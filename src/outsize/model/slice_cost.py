@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from outsize.model.cost_meter import CostMeter
 from outsize.model.program import Node, Program
 from outsize.model.slice import Slice
+from outsize.model.split_backward import products_put_off, unpack_unchanged
 from outsize.model.stage_module import StageModule
 
 __all__ = ["SavedValue", "SliceCost", "estimate_slice_cost"]
@@ -46,6 +47,8 @@ class SliceCost:
     bytes_moved: float  # of the forward
     saved_inside_bytes: int  # kept from forward to backward inside modules, each storage once
     saved_values: tuple[SavedValue, ...]  # kept besides
+    weight_inside_bytes: int  # kept from input gradients to weight gradients, output gradients included
+    weight_values: tuple[SavedValue, ...]  # kept besides
     temporary_bytes: int  # highest extra memory, forward or backward; gradients of parameters left out
 
 
@@ -57,6 +60,18 @@ class _WatchedStage(StageModule):
         self.meter = meter
         self.value_at: dict[int, tuple[int, int]] = {}  # number of a storage -> position and output
         self._position = 0
+
+    def bytes_inside(self, storages: Mapping[int, int]) -> int:
+        """Return the bytes of storages, given by their number, that are not values of the program."""
+        return sum(size for number, size in storages.items() if number not in self.value_at)
+
+    def values_among(self, storages: Mapping[int, int]) -> tuple[SavedValue, ...]:
+        """Return the others."""
+        return tuple(
+            SavedValue(*self.value_at[number], size)
+            for number, size in storages.items()
+            if number in self.value_at
+        )
 
     def _run_step(
         self, node: Node, callee: Any, values: dict[int, Any], batch_entries: Mapping[str, torch.Tensor]
@@ -85,22 +100,24 @@ def estimate_slice_cost(
             *(torch.ops.aten.alias(tensor) for tensor in received),
             **{name: entries[name] for name in part.batch_entries},
         )
-    saved = {number: num_bytes for number, num_bytes in saved.items() if number not in held}
+    saved = {number: size for number, size in saved.items() if number not in held}
     own = sum(size for number, size in saved.items() if stage.value_at.get(number, (0, 0))[0] >= 0)
     forward_flops, bytes_moved, forward_peak = meter.flops, meter.bytes_moved, meter.peak_bytes
     outputs = _differentiable(program, part, output)
     del output
+    products = products_put_off(outputs)
+    factors = {meter.number_of(each.received): each.received.untyped_storage().nbytes() for each in products}
+    gradient_bytes = sum(each.gradient_bytes for each in products)
+    del products
     backward_peak = _run_backward(meter, stage, outputs)
     return SliceCost(
         forward_flops=forward_flops,
         backward_flops=meter.flops - forward_flops,
         bytes_moved=bytes_moved,
-        saved_inside_bytes=sum(size for number, size in saved.items() if number not in stage.value_at),
-        saved_values=tuple(
-            SavedValue(*stage.value_at[number], size)
-            for number, size in saved.items()
-            if number in stage.value_at
-        ),
+        saved_inside_bytes=stage.bytes_inside(saved),
+        saved_values=stage.values_among(saved),
+        weight_inside_bytes=stage.bytes_inside(factors) + gradient_bytes,
+        weight_values=stage.values_among(factors),
         temporary_bytes=max(forward_peak - own, backward_peak, 0),
     )
 
@@ -118,7 +135,7 @@ def _recording_saved(saved: dict[int, int], meter: CostMeter) -> Iterator[None]:
         saved[meter.number_of(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack_unchanged):
         yield
 
 

@@ -15,6 +15,7 @@ runs again once and not for each of its weights.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,15 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["Output", "WeightGradients", "full_backward", "input_gradients"]
+__all__ = [
+    "Output",
+    "PutOffProduct",
+    "WeightGradients",
+    "full_backward",
+    "input_gradients",
+    "products_put_off",
+    "unpack_unchanged",
+]
 
 Output = torch.Tensor | GradientEdge  # an edge stands for a tensor that is not kept
 
@@ -57,6 +66,29 @@ class WeightGradients:
             self._pending.pop()()
 
 
+@dataclass(frozen=True, slots=True)
+class PutOffProduct:
+    """What a product keeps until its weight gradient is computed: its input and its output gradient."""
+
+    received: torch.Tensor
+    gradient_bytes: int
+
+
+def products_put_off(outputs: Sequence[Output]) -> list[PutOffProduct]:
+    """Return what :func:`input_gradients` would put off, without running it."""
+    products, _ = _Graph(_nodes_of(outputs)).divide()
+    return [
+        PutOffProduct(_saved_input(node), _num_bytes(metadata))
+        for node in products
+        for metadata in node._input_metadata  # of what backward receives
+    ]
+
+
+def unpack_unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what was packed: for hooks that only look at what is saved, whose products are put off too."""
+    return tensor
+
+
 def input_gradients(outputs: Sequence[Output], gradients: Sequence[Any] | None) -> WeightGradients:
     """Run backward from ``outputs``, but put off the weight gradients that are products.
 
@@ -78,14 +110,17 @@ def _run(
     gradients: Sequence[Any] | None,
     handle: Callable[[Callable[[], None]], None],
 ) -> None:
-    edges = [each if isinstance(each, GradientEdge) else get_gradient_edge(each) for each in outputs]
-    graph = _Graph([edge.node for edge in edges])
-    products, leaves = graph.divide()
+    products, leaves = _Graph(_nodes_of(outputs)).divide()
     if not leaves:
         return
     roots: Any = list(outputs)  # torch's types have no mixed sequences
     with _intercepted(products, handle):
         torch.autograd.backward(roots, gradients, inputs=leaves)
+
+
+def _nodes_of(outputs: Sequence[Output]) -> list[Node]:
+    edges = [each if isinstance(each, GradientEdge) else get_gradient_edge(each) for each in outputs]
+    return [edge.node for edge in edges]
 
 
 class _Graph:
@@ -153,7 +188,16 @@ def _is_product(node: Any, position: int) -> bool:
     kind = _KINDS.get(type(node).__name__)
     if kind is None or kind.weight_position != position or getattr(node, "_saved_alpha", 1) != 1:
         return False
-    return getattr(node, f"_raw{kind.saved_input}").unpack_hook is None
+    return getattr(node, f"_raw{kind.saved_input}").unpack_hook in {None, unpack_unchanged}
+
+
+def _saved_input(node: Any) -> torch.Tensor:
+    saved: torch.Tensor = getattr(node, _KINDS[type(node).__name__].saved_input)
+    return saved.detach()
+
+
+def _num_bytes(metadata: Any) -> int:
+    return int(math.prod(metadata.shape)) * int(metadata.dtype.itemsize)
 
 
 def _has_hooks(parameter: Any) -> bool:
@@ -184,7 +228,7 @@ def _intercepted(
 def _weight_gradient(node: Any, weight: torch.Tensor, gradient: torch.Tensor) -> Callable[[], None]:
     """Return what adds the weight gradient; it keeps the factors and nothing else of the graph."""
     kind = _KINDS[type(node).__name__]
-    received = getattr(node, kind.saved_input).detach()
+    received = _saved_input(node)
     if type(node).__name__ == "ConvolutionBackward0":
         return _convolution(node, weight, received, gradient)
     if type(node.next_functions[kind.weight_position][0]).__name__ == "TBackward0":

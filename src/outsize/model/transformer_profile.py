@@ -119,6 +119,13 @@ def transformer_profile(config: TransformerConfig, sequence: int | None = None) 
     )
 
 
+def _kept_for_weights(operators: tuple[OperatorProfile, ...]) -> Amount:
+    """Return the bytes of what products with weights take and of the gradients of what they give."""
+    products = [operator for operator in operators if operator.kind == "matmul"]
+    values = (each.rows.per_sample * each.num_experts * (each.inner + each.columns) for each in products)
+    return Amount(ELEMENT * sum(values))
+
+
 def _named(layer: BlockProfile, name: str) -> BlockProfile:
     return replace(layer, name=name, cut_label=name, parameter_names=(f"{name}.weight",))
 
@@ -262,6 +269,7 @@ def _layer(
         selective_recompute_flops=Amount(sum(part.score_flops for part in parts)),
         selective_recompute_bytes=Amount(sum(part.score_traffic for part in parts)),
         recompute_input_bytes=Amount(ELEMENT * tokens * h),
+        weight_gradient_bytes=_kept_for_weights(operators),
         temporary_bytes=Amount(2.0 * ELEMENT * tokens * max(part.widest for part in parts)),
         output_bytes=Amount(ELEMENT * tokens * h * (2 if crosses else 1)),
         shardable_parameter_fraction=1 - norms / parameters,
@@ -329,6 +337,7 @@ def _head(config: TransformerConfig, tokens: int) -> BlockProfile:
         bytes_moved=Amount(projection.bytes_moved.per_sample + loss.bytes_moved.per_sample),
         saved_activation_bytes=Amount(tokens * (kept_whole + kept_split)),
         recompute_input_bytes=Amount(tokens * (kept_whole + kept_split)),
+        weight_gradient_bytes=_kept_for_weights((projection,)),
         temporary_bytes=Amount(float(ELEMENT) * tokens * vocab),
         output_bytes=Amount(8.0),
         cut_label="head",

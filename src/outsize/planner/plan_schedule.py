@@ -21,9 +21,6 @@ __all__ = ["MOST_ACTIONS", "SYNTHESISED", "schedule_problem", "seek_schedule", "
 
 SYNTHESISED = "synthesised"
 MOST_ACTIONS = 20_000  # forwards, input and weight gradients: what is sought in half a minute
-# Of a block's activations, what a backward in two parts keeps until the weights' part: inputs and output
-# gradients of products, 32 h of 34 h + 5 a s in the Zero Bubble paper. All of them is the safe side.
-_KEPT_FOR_WEIGHTS = 1.0
 
 
 def seek_schedule(job: Job, found: Evaluated, costs: BlockCosts) -> SynthesisedSchedule | None:
@@ -77,7 +74,10 @@ def schedule_problem(job: Job, found: Evaluated, costs: BlockCosts) -> ScheduleP
         StageTimes.split(*(float(part) for part in parts))
         for parts in zip(*(factor * slower * part for part in (forward, backward, weight)), strict=True)
     )
-    activations = tuple(StageActivations(int(kept), int(_KEPT_FOR_WEIGHTS * kept)) for kept in saved)
+    for_weights = ranks.by_chunk(costs.weight_gradient_by_mode[assignment.modes, blocks])
+    activations = tuple(
+        StageActivations(int(kept), int(later)) for kept, later in zip(saved, for_weights, strict=True)
+    )
     return ScheduleProblem(
         times=ScheduleTimes(stages, _transfers(job, found, costs, ranks)),
         stage_to_rank=tuple(int(rank) for rank in layout.rank_of_chunk),

@@ -110,6 +110,7 @@ class _StageTables:
         full_s = _ranges(costs.full_s - extra)[pick]
         state = self._state_bytes()[pick]
         kept = _ranges(self._base_saved())[pick]
+        later = _ranges(costs.weight_gradient_bytes)[pick]
         least = _ranges(np.minimum(costs.full_saved_bytes, self._base_saved()))[pick]
         temporary, recomputed_temporary = (table[pick] for table in self._temporaries())
         order = np.subtract.outer(np.arange(len(legal)), np.arange(len(legal))) >= 0
@@ -134,11 +135,12 @@ class _StageTables:
                 )
                 times[slower] = compute * slower + other + waits
             time = times[slower]
-            short = kept * in_flight + temporary - room
+            held_back = layout.held_back_by_chunk[stage]
+            short = kept * in_flight + later * held_back + temporary - room
             result[stage] = np.where(order | (short > 0), np.inf, time)
             if not self.recompute:
                 continue
-            can_save = (kept - least) * in_flight
+            can_save = (kept - least) * in_flight + later * held_back
             again = short + recomputed_temporary - temporary
             helped = (short > 0) & ~order & (can_save > 0) & (again <= can_save)
             share = _whole_blocks(again[helped] / can_save[helped], num_saving[helped])
@@ -265,10 +267,12 @@ def _fill(
     base = Assignment(bounds, (layout.base_recompute,) * len(modes))
     memory = estimate_memory(job, layout, costs, base)
     missing = sum(memory.values()) - np.array([device.memory_bytes for device in stage_devices(job, layout)])
-    saving = np.repeat(layout.in_flight_by_chunk, np.diff(bounds)) * (
+    sizes = np.diff(bounds)
+    saving = np.repeat(layout.in_flight_by_chunk, sizes) * (
         costs.saved_by_mode[mode] - costs.full_saved_bytes
     )
-    rank_of_block = np.repeat(layout.rank_of_chunk, np.diff(bounds))
+    saving += np.repeat(layout.held_back_by_chunk, sizes) * costs.weight_gradient_by_mode[mode]
+    rank_of_block = np.repeat(layout.rank_of_chunk, sizes)
     fits = True
     for stage in np.flatnonzero(missing > 0):
         useful = np.flatnonzero((rank_of_block == stage) & (saving > 0)) if recompute else np.array([], int)
