@@ -16,7 +16,13 @@ from outsize.errors import PlanError
 from outsize.model.deferred import build_deferred
 from outsize.model.program import Program
 from outsize.model.record import record_module
+from outsize.plan.actions import Schedule
 from outsize.plan.plan import Mesh, OptimizerSpec, Plan, ScheduleSpec, StageSpec
+from outsize.plan.schedule_files import save_schedule
+from outsize.plan.schedule_memory import StageActivations
+from outsize.plan.schedule_simulation import ScheduleTimes, StageTimes
+from outsize.planner.schedule_problem import ScheduleProblem
+from outsize.planner.schedule_synthesis import synthesise_schedule
 from outsize.runtime.parallelize import parallelize
 from outsize.runtime.stage_placement import place_stages
 
@@ -76,20 +82,42 @@ def train_and_watch(rank: int, plan: Plan) -> tuple[Any, ...]:
     return losses, norms, parameters, model.evaluate(BATCHES[0]), sizes
 
 
+def train_all(rank: int, plans: list[Plan]) -> list[tuple[Any, ...]]:
+    return [train_and_watch(rank, plan) for plan in plans]
+
+
+def uneven_schedule() -> Schedule:
+    """Seek a schedule for three stages on the first rank and one on the second, each with its own time."""
+    stages = tuple(StageTimes.split(time_s, time_s, 0.8 * time_s) for time_s in (1.0, 4.0, 2.0, 1.5))
+    problem = ScheduleProblem(
+        times=ScheduleTimes(stages, (0.1, 0.1, 0.0)),
+        stage_to_rank=(0, 1, 0, 0),
+        num_microbatches=3,
+        activations=(StageActivations(10, 7),) * 4,
+        memory_limit_bytes=(60, 30),
+    )
+    return synthesise_schedule(problem).schedule
+
+
 @pytest.mark.distributed
-def test_a_schedule_from_a_file_runs_in_its_own_order_and_exactly(tmp_path: Path) -> None:
-    """Micro-batch 1 (two samples) goes before 0 (three), as the file says; the results are one process's."""
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(OWN))
+def test_schedules_from_files_run_in_their_own_order_and_exactly(tmp_path: Path) -> None:
+    """Losses, norms, parameters and an evaluation; each micro-batch's samples at their place in the list.
+
+    One schedule is the user's, one sought for unequal stages; their ranks have different numbers of stages.
+    """
+    own, sought = tmp_path / "mine.json", tmp_path / "sought.json"
+    own.write_text(json.dumps(OWN))
+    save_schedule(uneven_schedule(), sought)
     losses, norms, _, parameters = train_reference(tied_model, BATCHES, OPTIMIZER)
-    results = run_distributed(train_and_watch, 2, make_plan(path))
-    for found_losses, found_norms, held, evaluation, sizes in results:
-        assert sizes == [2, 3, 2]
-        assert found_losses == pytest.approx(losses, rel=1e-10)
-        assert found_norms == pytest.approx(norms, rel=1e-10)
-        assert evaluation == results[0][3]
-        for name, parameter in held.items():
-            torch.testing.assert_close(parameter, parameters[name], rtol=1e-10, atol=1e-10)
+    results = run_distributed(train_all, 2, [make_plan(own), make_plan(sought, num_stages=4)])
+    assert all(by_plan[0][-1] == [2, 3, 2] for by_plan in results), "the samples of 1, 0, 2"
+    for by_plan in results:
+        for (found_losses, found_norms, held, evaluation, _), first in zip(by_plan, results[0], strict=True):
+            assert found_losses == pytest.approx(losses, rel=1e-10)
+            assert found_norms == pytest.approx(norms, rel=1e-10)
+            assert evaluation == first[3]
+            for name, parameter in held.items():
+                torch.testing.assert_close(parameter, parameters[name], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
