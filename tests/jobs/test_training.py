@@ -27,6 +27,8 @@ def test_synchronised_batch_norm_is_written_into_the_plan(
     monkeypatch.setattr(training, "run_under_plan", run)
     with pytest.raises(KeyboardInterrupt):
         training.train_model(
-            PlanRequest(model="m"), training.RunSettings(synchronise_batch_norm=is_asked), name="run"
+            PlanRequest(model="m", cluster="2xcpu"),
+            training.RunSettings(synchronise_batch_norm=is_asked),
+            name="run",
         )
     assert [each.batch_norm for each in ran] == [expected]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -30,15 +32,20 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options
     synchronise_batch_norm: Annotated[
         bool, typer.Option("--synchronise-batch-norm", help="statistics over all replicas")
     ] = False,
+    num_machines: Annotated[int | None, typer.Option(help="machines that run this command")] = None,
+    machine_rank: Annotated[int | None, typer.Option(help="which of them this is, from 0")] = None,
+    master: Annotated[str | None, typer.Option(help="host:port of machine 0")] = None,
     name: Annotated[str | None, typer.Option(help="the run writes to runs/<name>")] = None,
     resume: Annotated[bool, typer.Option(help="go on from the run's last checkpoint")] = False,
 ) -> None:
     """Train a model, split as a plan says; shows loss, speed, and memory predicted beside measured."""
     from outsize.cli.plan import parse_mesh
     from outsize.jobs.planning import PlanRequest
-    from outsize.jobs.training import RunSettings, train_model
+    from outsize.jobs.training import Launch, RunSettings, train_model
     from outsize.plan.plan import OptimizerSpec
+    from outsize.runtime.environment.outsize_variables import LaunchFlags
 
+    _show_log()
     request = PlanRequest(
         model=model,
         plan=plan,
@@ -61,4 +68,13 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options
         resume=resume,
         synchronise_batch_norm=synchronise_batch_norm,
     )
-    train_model(request, settings, name=name)
+    flags = LaunchFlags(num_machines=num_machines, machine_rank=machine_rank, master=master)
+    train_model(request, settings, name=name, launch=Launch(flags, sys.argv[1:]))
+
+
+def _show_log() -> None:
+    """Show what the package logs, such as who started the process, on standard error."""
+    logger = logging.getLogger("outsize")
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.INFO)

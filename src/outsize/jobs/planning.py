@@ -12,9 +12,10 @@ from outsize.plan.plan import Mesh, OptimizerSpec, Plan
 from outsize.planner.search import PlanningResult, plan_job
 
 if TYPE_CHECKING:
+    from outsize.cluster.topology import Cluster
     from outsize.model.source import ModelSource
 
-__all__ = ["PlanRequest", "find_plan", "plan_profile"]
+__all__ = ["PlanRequest", "find_cluster", "find_plan", "plan_profile"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +41,7 @@ def find_plan(request: PlanRequest) -> Plan:
         PlanError: neither or both a plan and a cluster are given, or no such plan is legal.
         DoesNotFitError: nothing fits.
     """
-    if (request.plan is None) == (request.cluster is None):
-        raise PlanError(
-            "Give either a plan or a cluster." if request.plan else "There is no plan to train under.",
-            why="A plan names its cluster; without a plan one is searched for on the cluster given.",
-            attempt="--plan plan.json (made by outsize plan --save), or --cluster 4xcpu:1GiB",
-        )
+    _check_request(request)
     if request.plan is not None:
         from outsize.plan.files import load_plan
 
@@ -55,6 +51,29 @@ def find_plan(request: PlanRequest) -> Plan:
 
     source = load_model(request.model, sequence=request.sequence)
     return plan_profile(profile_model(source), source, request).best
+
+
+def find_cluster(request: PlanRequest) -> Cluster:
+    """Return the cluster that the request, or its plan, names.
+
+    Raises:
+        PlanError: neither or both a plan and a cluster are given.
+        ClusterError: the cluster is not understood.
+    """
+    from outsize.cluster.argument import parse_cluster
+    from outsize.plan.files import load_plan
+
+    _check_request(request)
+    return parse_cluster(request.cluster or load_plan(request.plan).cluster)  # type: ignore[arg-type]
+
+
+def _check_request(request: PlanRequest) -> None:
+    if (request.plan is None) == (request.cluster is None):
+        raise PlanError(
+            "Give either a plan or a cluster." if request.plan else "There is no plan to train under.",
+            why="A plan names its cluster; without a plan one is searched for on the cluster given.",
+            attempt="--plan plan.json (made by outsize plan --save), or --cluster 4xcpu:1GiB",
+        )
 
 
 def plan_profile(profile: ModelProfile, source: ModelSource, request: PlanRequest) -> PlanningResult:

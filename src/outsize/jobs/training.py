@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from outsize.jobs.planning import PlanRequest, find_plan
+from outsize.jobs.joint_training import train_jointly
+from outsize.jobs.machine_commands import machine_commands
+from outsize.jobs.planning import PlanRequest, find_cluster, find_plan
 from outsize.jobs.run_directory import choose_run_directory
 from outsize.plan.files import save_plan
 from outsize.plan.plan import Plan
 from outsize.report.tables import memory_table, plan_summary
 from outsize.report.training_table import training_table
+from outsize.runtime.environment.outsize_variables import LaunchFlags
+from outsize.runtime.environment.read_environment import read_environment
 
 if TYPE_CHECKING:
-    from outsize.runtime.worker import RankReport
+    from outsize.runtime.worker import RankReport, TrainingJob
 
-__all__ = ["RunSettings", "run_under_plan", "train_model"]
+__all__ = ["Launch", "RunSettings", "run_under_plan", "train_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,45 +41,96 @@ class RunSettings:
     synchronise_batch_norm: bool = False  # whatever the plan says
 
 
-def train_model(request: PlanRequest, settings: RunSettings, *, name: str | None = None) -> list[RankReport]:
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the user said of the machines, and the command, to be typed again on each of them."""
+
+    flags: LaunchFlags = field(default_factory=LaunchFlags)
+    command: Sequence[str] = ()
+
+
+def train_model(
+    request: PlanRequest, settings: RunSettings, *, name: str | None = None, launch: Launch | None = None
+) -> list[RankReport]:
     """Plan or read the plan, train under it, and print loss, speed and memory beside what was predicted.
+
+    Started by a launcher, this process is the part of the job that the launcher says. Started plainly, it
+    runs one process a device of this machine; where the plan needs several machines it prints the command
+    for each and trains nothing.
 
     Raises:
         OutsizeError: anything that cannot work, before a process starts; or what stopped the processes.
     """
-    console = Console()
-    directory = choose_run_directory(name, resume=settings.resume)
-    plan = find_plan(request)
-    if settings.synchronise_batch_norm:
-        plan = replace(plan, batch_norm="synchronised")
-    console.print(plan_summary(plan))
-    reports = run_under_plan(plan, request, settings, directory)
+    console, launch = Console(), launch or Launch()
+    cluster = find_cluster(request)
+    environment = read_environment(
+        os.environ, flags=launch.flags, processes_per_machine=len(cluster.machines[0].devices)
+    )
+
+    def make_plan() -> Plan:
+        plan = find_plan(request)
+        if settings.synchronise_batch_norm:
+            plan = replace(plan, batch_norm="synchronised")
+        console.print(plan_summary(plan))
+        return plan
+
+    if environment.source != "single_machine":
+        plan, directory, reports = train_jointly(
+            environment,
+            make_plan,
+            lambda plan, directory: training_job(plan, request, settings, directory),
+            name=name,
+            resume=settings.resume,
+        )
+        if not environment.is_first:
+            return reports
+    else:
+        directory = choose_run_directory(name, resume=settings.resume)
+        plan = make_plan()
+        if commands := machine_commands(plan, cluster, launch.command, master=launch.flags.master):
+            _print_commands(console, commands)
+            return []
+        reports = run_under_plan(plan, request, settings, directory)
     console.print(training_table(plan, reports))
-    console.print(memory_table(plan, [report.peak_memory_bytes for report in reports]))
+    console.print(memory_table(plan, reports[0].peak_memory_by_rank))
     console.print(f"plan, metrics and checkpoint are in {directory}/")
     return reports
+
+
+def _print_commands(console: Console, commands: Sequence[str]) -> None:
+    console.print(
+        f"Nothing was started: the plan needs {len(commands)} machines. Machine 0 is the one at the "
+        "master address (--master host:port names another). In the same folder on each machine:"
+    )
+    for command in commands:
+        console.print(command, soft_wrap=True, markup=False, highlight=False)
 
 
 def run_under_plan(
     plan: Plan, request: PlanRequest, settings: RunSettings, directory: Path
 ) -> list[RankReport]:
     """Write the plan into ``directory`` and run the job there, one process a device."""
-    from outsize.runtime.worker import TrainingJob, run_job
+    from outsize.runtime.worker import run_job
 
     directory.mkdir(parents=True, exist_ok=True)
     save_plan(plan, directory / "plan.json")
-    return run_job(
-        TrainingJob(
-            model=request.model,
-            sequence=request.sequence,
-            plan=plan,
-            run_directory=str(directory),
-            num_steps=settings.num_steps,
-            evaluate_every=settings.evaluate_every,
-            num_validation_batches=settings.num_validation_batches,
-            data=settings.data,
-            write_checkpoint=settings.write_checkpoint,
-            resume=settings.resume,
-            show_progress=settings.show_progress,
-        )
+    return run_job(training_job(plan, request, settings, directory))
+
+
+def training_job(plan: Plan, request: PlanRequest, settings: RunSettings, directory: Path) -> TrainingJob:
+    """Return the job as its processes get it."""
+    from outsize.runtime.worker import TrainingJob
+
+    return TrainingJob(
+        model=request.model,
+        sequence=request.sequence,
+        plan=plan,
+        run_directory=str(directory),
+        num_steps=settings.num_steps,
+        evaluate_every=settings.evaluate_every,
+        num_validation_batches=settings.num_validation_batches,
+        data=settings.data,
+        write_checkpoint=settings.write_checkpoint,
+        resume=settings.resume,
+        show_progress=settings.show_progress,
     )

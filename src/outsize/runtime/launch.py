@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
     PContext,
@@ -24,9 +23,12 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from outsize.errors import LaunchError
+from outsize.runtime.environment.interface import interface_towards
+from outsize.runtime.environment.launch_environment import LaunchEnvironment
+from outsize.runtime.job_store import open_store
 from outsize.runtime.worker_errors import error_of_workers
 
-__all__ = ["LocalLaunch", "launch_local"]
+__all__ = ["LocalLaunch", "gloo_interface", "launch_local"]
 
 _PRELOADED = ["torch.distributed.pipelining", "torch.distributed.checkpoint", "torch._dynamo"]
 _STOP_TIMEOUT_S = 5
@@ -40,6 +42,7 @@ class LocalLaunch:
     log_folder: Path | None = None  # rank r writes <log_folder>/.../r/stdout.log and stderr.log
     timeout_s: float | None = None
     environment: dict[str, str] | None = None
+    machine: LaunchEnvironment | None = None  # where this is one of several machines: its place among them
 
 
 def launch_local(launch: LocalLaunch, entry: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -47,8 +50,10 @@ def launch_local(launch: LocalLaunch, entry: Callable[..., Any], *arguments: Any
 
     Processes come from a fork server that has imported torch once, and find each other through the
     variables that torchrun sets (``RANK``, ``MASTER_ADDR``, ...), so the same entry runs under torchrun.
-    Everything listens on the loopback address alone. Rank 0 keeps this process's standard output; all other
-    output goes to the log folder. On failure, interrupt or timeout every process is ended, by its id.
+    Everything listens on the loopback address alone, unless this is one of several machines: then the job's
+    store is there already, and results are those of this machine's ranks. The first rank here keeps this
+    process's standard output; all other output goes to the log folder. On failure, interrupt or timeout
+    every process is ended, by its id.
 
     Raises:
         OutsizeError: a process raised one; the same error.
@@ -57,16 +62,18 @@ def launch_local(launch: LocalLaunch, entry: Callable[..., Any], *arguments: Any
     with tempfile.TemporaryDirectory(prefix="outsize-") as temporary:
         folder = launch.log_folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        store = _loopback_store()
-        try:
-            with _quiet_elastic_log(), _signal_handlers_put_back():
-                return _wait(_start(launch, folder, store.port, entry, arguments), launch)
-        finally:
-            del store
+        store = open_store("127.0.0.1") if launch.machine is None else None
+        meeting_point = _meeting_point(launch.machine, store.port if store is not None else 0)
+        with _quiet_elastic_log(), _signal_handlers_put_back():
+            return _wait(_start(launch, folder, meeting_point, entry, arguments), launch)
 
 
 def _start(
-    launch: LocalLaunch, folder: Path, port: int, entry: Callable[..., Any], arguments: tuple[Any, ...]
+    launch: LocalLaunch,
+    folder: Path,
+    meeting_point: dict[str, str],
+    entry: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> PContext:
     ranks = range(launch.num_processes)
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -76,7 +83,7 @@ def _start(
         name="outsize",
         entrypoint=entry,
         args=dict.fromkeys(ranks, arguments),
-        envs={rank: _environment(rank, launch, port) for rank in ranks},
+        envs={rank: _environment(rank, launch, meeting_point) for rank in ranks},
         logs_specs=DefaultLogsSpecs(
             log_dir=str(folder), redirects={rank: Std.ERR if rank == 0 else Std.ALL for rank in ranks}
         ),
@@ -102,32 +109,40 @@ def _wait(context: PContext, launch: LocalLaunch) -> list[Any]:
     return [result.return_values[rank] for rank in range(launch.num_processes)]
 
 
-def _environment(rank: int, launch: LocalLaunch, port: int) -> dict[str, str]:
+def _environment(local_rank: int, launch: LocalLaunch, meeting_point: dict[str, str]) -> dict[str, str]:
+    machine, count = launch.machine, launch.num_processes
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(launch.num_processes),
-        "LOCAL_WORLD_SIZE": str(launch.num_processes),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "RANK": str(local_rank + (machine.machine_rank * count if machine else 0)),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(machine.world_size if machine else count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": str(machine.machine_rank if machine else 0),
+        "GROUP_WORLD_SIZE": str(machine.num_machines if machine else 1),
         "TORCHELASTIC_RUN_ID": "outsize",  # names the log folder
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, in the starting process
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there, in the (first) starting process
+        **meeting_point,
         **(launch.environment or {}),
     }
 
 
-def _loopback_store() -> TCPStore:
-    """Return a store that listens on 127.0.0.1 only; left to itself, TCPStore listens on all addresses."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(socket.SOMAXCONN)
-    port = listener.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+def _meeting_point(machine: LaunchEnvironment | None, port: int) -> dict[str, str]:
+    if machine is None:
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": loopback}
+    return {
+        "MASTER_ADDR": machine.master_address,
+        "MASTER_PORT": str(machine.master_port),
+        **gloo_interface(machine),
+    }
+
+
+def gloo_interface(machine: LaunchEnvironment) -> dict[str, str]:
+    """Return the variable that tells gloo the interface to the other machines, unless the user set it.
+
+    Left to itself gloo takes the address that this machine's name stands for, which may be a loopback one.
+    """
+    name = interface_towards(machine.master_address, is_alone=machine.num_machines == 1)
+    return {} if name is None or "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": name}
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from outsize.runtime.batch_source import BatchSource
 from outsize.runtime.metrics import EvaluationMetrics, MetricsFile, StepMetrics
 from outsize.runtime.parallel_model import ParallelModel
 
-__all__ = ["Trainer", "TrainingSummary", "count_tokens"]
+__all__ = ["Trainer", "TrainingSummary", "count_tokens", "gather_from_all"]
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,15 +14,16 @@ import torch.distributed as dist
 from outsize.model.argument import load_model
 from outsize.plan.plan import Plan
 from outsize.runtime.batch_source import BatchSource
-from outsize.runtime.launch import LocalLaunch, launch_local
+from outsize.runtime.environment.launch_environment import LaunchEnvironment
+from outsize.runtime.launch import LocalLaunch, gloo_interface, launch_local
 from outsize.runtime.memory_limit import lift_memory_limit
 from outsize.runtime.parallelize import parallelize
 from outsize.runtime.process_memory import apply_steady_allocation
 from outsize.runtime.runnable import check_runnable
-from outsize.runtime.trainer import Trainer, TrainingSummary
+from outsize.runtime.trainer import Trainer, TrainingSummary, gather_from_all
 from outsize.runtime.warm_up import warm_up
 
-__all__ = ["RankReport", "TrainingJob", "run_job", "run_rank"]
+__all__ = ["RankReport", "TrainingJob", "check_job", "join_job", "run_job", "run_rank"]
 
 _COMMUNICATION_TIMEOUT = timedelta(minutes=10)
 
@@ -45,7 +47,7 @@ class TrainingJob:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one process reports; all but the memory is the same on every process."""
+    """What one process reports; all but its own rank and memory is the same on every process."""
 
     rank: int
     first_loss: float
@@ -55,20 +57,49 @@ class RankReport:
     tokens_per_s: float
     num_tokens: int
     peak_memory_bytes: int | None
+    peak_memory_by_rank: tuple[int | None, ...]
 
 
-def run_job(job: TrainingJob) -> list[RankReport]:
+def run_job(job: TrainingJob, *, machine: LaunchEnvironment | None = None) -> list[RankReport]:
     """Check the job, run it in one local process a device, and return the reports by rank.
+
+    Where this is one of several machines, ``machine`` is its place: it runs its own ranks alone.
 
     Raises:
         OutsizeError: the job cannot run, before any process starts; or what stopped the processes.
+    """
+    check_job(job)
+    num_processes = job.plan.mesh.world_size if machine is None else machine.processes_per_machine
+    launch = LocalLaunch(num_processes, log_folder=Path(job.run_directory) / "logs", machine=machine)
+    return launch_local(launch, run_rank, job)
+
+
+def join_job(job: TrainingJob, environment: LaunchEnvironment) -> RankReport:
+    """Be the rank that this process was started as. The job's store is there already."""
+    assert environment.rank is not None
+    os.environ.update(
+        RANK=str(environment.rank),
+        LOCAL_RANK=str(environment.local_rank),
+        WORLD_SIZE=str(environment.world_size),
+        LOCAL_WORLD_SIZE=str(environment.processes_per_machine),
+        MASTER_ADDR=environment.master_address,
+        MASTER_PORT=str(environment.master_port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        **gloo_interface(environment),
+    )
+    return run_rank(job)
+
+
+def check_job(job: TrainingJob) -> None:
+    """Refuse what cannot run, before any process starts.
+
+    Raises:
+        OutsizeError: the plan cannot be trained, or there is no such data.
     """
     check_runnable(job.plan)
     batches = BatchSource(load_model(job.model, sequence=job.sequence), job.data)
     if job.num_validation_batches:
         batches.check_validates()
-    launch = LocalLaunch(job.plan.mesh.world_size, log_folder=Path(job.run_directory) / "logs")
-    return launch_local(launch, run_rank, job)
 
 
 def run_rank(job: TrainingJob) -> RankReport:
@@ -100,7 +131,7 @@ def run_rank(job: TrainingJob) -> RankReport:
         if job.write_checkpoint:
             lift_memory_limit()  # files are written from the memory of the machine, not of the device
             model.save_checkpoint(checkpoints)
-        return _report(model.mesh.rank, summary, peak_memory_bytes)
+        return _report(model.mesh.rank, summary, peak_memory_bytes, gather_from_all(peak_memory_bytes))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -128,7 +159,12 @@ def _prepare_process(plan: Plan) -> torch.device:
     return device
 
 
-def _report(rank: int, summary: TrainingSummary, peak_memory_bytes: int | None) -> RankReport:
+def _report(
+    rank: int,
+    summary: TrainingSummary,
+    peak_memory_bytes: int | None,
+    peak_memory_by_rank: Sequence[int | None],
+) -> RankReport:
     losses = summary.losses or [float("nan")]
     return RankReport(
         rank=rank,
@@ -139,4 +175,5 @@ def _report(rank: int, summary: TrainingSummary, peak_memory_bytes: int | None) 
         tokens_per_s=summary.tokens_per_s,
         num_tokens=summary.num_tokens,
         peak_memory_bytes=peak_memory_bytes,
+        peak_memory_by_rank=tuple(peak_memory_by_rank),
     )

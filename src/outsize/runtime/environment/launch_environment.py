@@ -31,6 +31,11 @@ class LaunchEnvironment:
     role: str = "worker"
     cluster: ClusterRoles | None = None
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that decides for all: rank 0, or the one that will start rank 0."""
+        return self.rank == 0 or (self.rank is None and self.machine_rank == 0)
+
     def describe(self) -> str:
         """Return one line for the log."""
         rank = "starts its own processes" if self.rank is None else f"rank {self.rank} of {self.world_size}"

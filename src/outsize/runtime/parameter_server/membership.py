@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -10,12 +9,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from outsize.errors import LaunchError
+from outsize.runtime.job_store import open_store
 from outsize.runtime.parameter_server.lost import CoordinatorLostError
 
 __all__ = ["Membership", "host_store"]
 
 _JOB_KEY = "job"
-_BACKLOG = 1024
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,7 @@ def host_store(job: str, address: str = "127.0.0.1", port: int = 0) -> tuple[TCP
     Raises:
         LaunchError: the address cannot be used.
     """
-    try:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise LaunchError(f"cannot listen on {address} port {port}", why=str(error)) from None
-    port = listener.getsockname()[1]
-    descriptor = listener.detach()
-    store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    store = open_store(address, port)
     store.set(_JOB_KEY, job)
     return store, Membership(address, store.port, job, address)
 
