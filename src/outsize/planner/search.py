@@ -16,9 +16,9 @@ from outsize.plan.schedules import SCHEDULE_NAMES
 from outsize.planner.build import build_plan, strategy_of
 from outsize.planner.checks import check_batch, check_mesh
 from outsize.planner.evaluate import Evaluator, Outcome
+from outsize.planner.pinned_stages import PinnedStages, pin_stages
 from outsize.planner.plan_schedule import SYNTHESISED, seek_schedule, with_schedule
 from outsize.planner.schedule_synthesis import SynthesisedSchedule
-from outsize.planner.stages import pinned_bounds
 from outsize.planner.verdicts import judge
 from outsize.strategies.base import RUNNABLE, Space, layouts_on
 from outsize.strategies.registry import ALL_STRATEGIES
@@ -77,17 +77,16 @@ def plan_job(  # noqa: PLR0913 - the job and the caller's wishes, all by keyword
     check_batch(job, num_microbatches)
     if strategy is not None and strategy not in STRATEGIES:
         raise PlanError(f"No strategy is called {strategy!r}.", attempt=", ".join(STRATEGIES))
-    bounds = None
-    if cuts is not None:
-        bounds = pinned_bounds(profile, cuts)
-        mesh = mesh or Mesh(pp=len(cuts) + 1)
-        if mesh.pp != len(cuts) + 1:
-            raise PlanError(f"{len(cuts)} cuts make {len(cuts) + 1} stages, the mesh has {mesh.pp}.")
+    pinned = None if cuts is None else pin_stages(profile, cuts, mesh, space, schedule)
+    if pinned is not None:
+        mesh = pinned.mesh
     if mesh is not None:
         check_mesh(job, mesh, num_microbatches)
     judged = judge_strategies(job, space)
     verdicts = tuple(verdict for verdict, _ in judged)
-    outcome = _choose(job, space, judged, strategy, mesh, bounds)
+    outcome = _choose(job, space, judged, strategy, mesh, pinned)
+    if pinned is not None:
+        pinned.check_any(outcome.num_layouts, schedule)
     if outcome.best is None:
         error = _does_not_fit(job, verdicts, outcome, strategy)
         error.verdicts = verdicts
@@ -130,12 +129,13 @@ def _choose(
     judged: list[tuple[Verdict, Outcome]],
     strategy: str | None,
     mesh: Mesh | None,
-    bounds: tuple[int, ...] | None,
+    pinned: PinnedStages | None,
 ) -> Outcome:
     """The outcome of what is forced, else of the fastest runnable strategy."""
     if mesh is not None:
         sharding = "none" if mesh.fsdp == 1 else "full"
-        evaluator = Evaluator(job, space.allows_recompute, bounds)
+        evaluator = Evaluator(job, space.allows_recompute, None if pinned is None else pinned.bounds)
+        space = space if pinned is None else pinned.space
         return evaluator.search(layouts_on(job, mesh, sharding, space))
     outcomes = {
         verdict.name: outcome

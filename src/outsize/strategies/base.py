@@ -28,6 +28,7 @@ class Space:
     allows_sequence_parallel: bool
     schedules: tuple[str, ...] = ("1f1b",)  # of pipelines; interleaved 1F1B as far as virtual stages go
     num_microbatches: int | None = None
+    num_virtual_stages: int | None = None  # exactly so many a rank; None: as many as is best
     num_devices: int | None = None  # exactly so many in use; None: as many as is best
 
 
@@ -92,14 +93,16 @@ def layouts_on(job: Job, mesh: Mesh, state_sharding: str, space: Space) -> Itera
 def _pipelines(num_blocks: int, layout: Layout, space: Space) -> Iterator[tuple[str, int]]:
     """Yield the schedules of a pipeline, each with its number of stages a rank."""
     most = min(space.max_virtual_stages, num_blocks // layout.mesh.pp)
+    wanted = space.num_virtual_stages
+    several = [count for count in ([wanted] if wanted else _VIRTUAL_STAGES) if 2 <= count <= most]
     for schedule in space.schedules:
         if schedule == "interleaved_1f1b":
             if layout.num_microbatches % layout.mesh.pp == 0:
-                yield from ((schedule, virtual) for virtual in _VIRTUAL_STAGES if virtual <= most)
+                yield from ((schedule, virtual) for virtual in several)
         elif schedule in V_SHAPED:
-            if most >= 2:
+            if 2 in several:
                 yield schedule, 2
-        else:
+        elif wanted in {None, 1}:
             yield schedule, 1
 
 
