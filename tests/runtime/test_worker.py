@@ -111,8 +111,8 @@ def test_a_plan_that_cannot_run_is_refused_before_processes_start(job: TrainingJ
     """More micro-batches than samples, or an axis that is not there: no log folder is ever made."""
     with pytest.raises(PlanError, match="too small for 9 micro-batches"):
         run_job(replace(job, plan=make_plan(Mesh(pp=2), schedule=ScheduleSpec("1f1b", 9))))
-    with pytest.raises(PlanError, match="fsdp"):
-        run_job(replace(job, plan=make_plan(Mesh(fsdp=2))))
+    with pytest.raises(PlanError, match="with ep"):
+        run_job(replace(job, plan=make_plan(Mesh(ep=2))))
     assert not (Path(job.run_directory) / "logs").exists()
 
 

@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 __all__ = ["recomputed"]
 
 
-def recomputed(block: nn.Module) -> Callable[..., Any]:
-    """Return the block with only its inputs kept from forward to backward.
+def recomputed(block: nn.Module, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return the block with only its inputs kept from forward to backward; ``run`` is what calls it.
 
     Non-reentrant: right also where no input needs a gradient. Random masks are drawn as the first time, and
     buffers that the block writes (running statistics, counters) are written once.
     """
     written = _WrittenBuffers(block)
-    return partial(checkpoint, block, use_reentrant=False, context_fn=written.contexts)
+    return partial(checkpoint, run or block, use_reentrant=False, context_fn=written.contexts)
 
 
 @dataclass(frozen=True, slots=True)

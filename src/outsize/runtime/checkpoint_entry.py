@@ -22,7 +22,14 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from outsize.model.operator_rules.placement import Shard
 
-__all__ = ["CheckpointEntry", "EntryLoadPlanner", "EntrySavePlanner", "sharded_entry", "whole_entry"]
+__all__ = [
+    "CheckpointEntry",
+    "EntryLoadPlanner",
+    "EntrySavePlanner",
+    "rows_entry",
+    "sharded_entry",
+    "whole_entry",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,41 @@ def sharded_entry(local: torch.Tensor, placement: Shard, degree: int, rank: int)
         offset[dim] = start
         chunks[torch.Size(offset)] = values.narrow(dim, local_start, length)
         local_start += length
+    return CheckpointEntry(torch.Size(whole), chunks)
+
+
+def rows_entry(
+    local: torch.Tensor, rows: slice, shape: torch.Size, placement: Shard | None, degree: int, rank: int
+) -> CheckpointEntry:
+    """Return the entry of some rows of a tensor, or of the shard of ``shape`` that ``rank`` of ``degree`` holds.
+
+    ```
+    whole    │ q q q q │ k k │      cut in two segments over two ranks; of rank 0's rows the first two
+    rank 0   │ q q     │ k   │      are in one chunk, the last two in two
+    ```
+    """
+    values = local.detach()
+    whole, dim = list(shape) or [1], 0 if placement is None else placement.dim
+    if placement is None:
+        ranges = [(0, whole[0])]
+    else:
+        whole[dim] = sum(placement.segments) or whole[dim] * degree
+        ranges = placement.ranges(whole[dim], degree, rank)
+    chunks: dict[torch.Size, torch.Tensor] = {}
+    place = 0  # along the dim, in the shard
+    for start, length in ranges:
+        offset = [rows.start, *[0] * (values.dim() - 1)]
+        if dim:
+            offset[dim], chunk = start, values.narrow(dim, place, length)
+        else:
+            first, end = max(rows.start, place), min(rows.stop, place + length)
+            offset[0], chunk = (
+                start + first - place,
+                values[max(first - rows.start, 0) : max(end - rows.start, 0)],
+            )
+        if chunk.numel():
+            chunks[torch.Size(offset)] = chunk
+        place += length
     return CheckpointEntry(torch.Size(whole), chunks)
 
 

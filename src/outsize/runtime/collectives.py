@@ -28,12 +28,21 @@ from outsize.model.operator_rules.hand_rules import KERNELS, Part
 from outsize.model.operator_rules.placement import Partial, Placement, Replicate, Shard
 from outsize.model.operator_rules.shards import join_shards, shard_of
 
-__all__ = ["AxisGroup", "Conversion", "OwnRandomStream", "SplitKernel", "axis_group", "set_axis_group"]
+__all__ = [
+    "AxisGroup",
+    "Conversion",
+    "OwnRandomStream",
+    "SplitKernel",
+    "all_gather_single",
+    "axis_group",
+    "reduce_scatter_single",
+    "set_axis_group",
+]
 
 
 # Named *_single since torch 2.13.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(slots=True)
@@ -60,7 +69,7 @@ class AxisGroup:
         if placement.segments:
             return join_shards(self._gather_uneven(local, placement), placement)
         gathered = local.new_empty((self.degree * local.shape[0], *local.shape[1:]))
-        _all_gather_single(gathered, local, group=self.group)
+        all_gather_single(gathered, local, group=self.group)
         return gathered if placement.dim == 0 else join_shards(gathered.chunk(self.degree), placement)
 
     def _gather_uneven(self, local: torch.Tensor, placement: Shard) -> list[torch.Tensor]:
@@ -72,7 +81,7 @@ class AxisGroup:
         ]
         longest = max(map(math.prod, shapes))
         gathered = local.new_empty(self.degree * longest)
-        _all_gather_single(gathered, _padded(local, longest), group=self.group)
+        all_gather_single(gathered, _padded(local, longest), group=self.group)
         rows = gathered.chunk(self.degree)
         return [row[: math.prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]
 
@@ -81,9 +90,7 @@ class AxisGroup:
         parts = [shard_of(tensor.detach(), placement, self.degree, rank) for rank in range(self.degree)]
         longest = max(part.numel() for part in parts)
         result = parts[0].new_empty(longest)
-        _reduce_scatter_single(
-            result, torch.cat([_padded(part, longest) for part in parts]), group=self.group
-        )
+        reduce_scatter_single(result, torch.cat([_padded(part, longest) for part in parts]), group=self.group)
         own = parts[self.rank]
         return result[: own.numel()].view(own.shape)
 

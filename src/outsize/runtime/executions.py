@@ -14,15 +14,18 @@ from torch import nn
 from outsize.model.batch_entries import BatchLayout
 from outsize.model.deferred import DeferredModel
 from outsize.model.guards import broken_guards
+from outsize.model.program import Program
 from outsize.model.record import record_module
 from outsize.model.slice import Slice
 from outsize.model.stage_module import StageModule
 from outsize.plan.plan import Plan
+from outsize.runtime.gathered_stage import GatheredStage
 from outsize.runtime.materialise import materialise_parts
 from outsize.runtime.mesh import ProcessMesh
 from outsize.runtime.pipeline import PipelineExecutor
 from outsize.runtime.stage_executor import OneProcessExecutor, StageExecutor, StageForMicrobatches
 from outsize.runtime.stage_placement import StagePlacement, place_stages
+from outsize.runtime.state_sharding import StateSharding
 from outsize.runtime.tensor_parallel import select_shard
 
 __all__ = ["MAX_KEPT", "Executions"]
@@ -33,10 +36,24 @@ MAX_KEPT = 16  # recordings; when batches keep changing, the oldest go
 class Executions:
     """Finds, or makes, what runs micro-batches of given shapes in the module's present mode."""
 
-    def __init__(self, deferred: DeferredModel, layout: BatchLayout, plan: Plan, mesh: ProcessMesh) -> None:
-        self._deferred, self._layout, self._plan, self._mesh = deferred, layout, plan, mesh
+    def __init__(
+        self,
+        deferred: DeferredModel,
+        layout: BatchLayout,
+        plan: Plan,
+        mesh: ProcessMesh,
+        state: StateSharding,
+        whole: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        self._deferred, self._layout, self._plan, self._mesh, self._state = (
+            deferred,
+            layout,
+            plan,
+            mesh,
+            state,
+        )
         parameters = deferred.module.named_parameters(remove_duplicate=False)
-        self._whole = dict(parameters) if plan.sharding is not None else {}  # before shards take their place
+        self._whole = dict(parameters) if whole is None else whole  # before shards take their place
         self._placements: list[tuple[object, StagePlacement]] = []  # newest last
         self._stages: dict[StagePlacement, dict[int, StageModule]] = {}
         self._executors: dict[tuple[StagePlacement, ...], StageExecutor] = {}
@@ -74,7 +91,7 @@ class Executions:
 
     def for_batches_of(self, layout: BatchLayout) -> Executions:
         """Return what runs batches of another layout, such as without labels, on the same module."""
-        return Executions(self._deferred, layout, self._plan, self._mesh)
+        return Executions(self._deferred, layout, self._plan, self._mesh, self._state, self._whole)
 
     def executor(self, placements: Sequence[StagePlacement]) -> StageExecutor:
         """Return what runs one pass of the schedule, given the recording of each micro-batch."""
@@ -86,7 +103,12 @@ class Executions:
     def materialise(self, parts: Sequence[Slice]) -> None:
         """Give the module the initial values (or shards) that these slices use and it does not have yet."""
         sharding, rank = self._plan.sharding, self._mesh.coordinates["tp"]
-        select = None if sharding is None else select_shard(sharding, rank)
+        of_operators = None if sharding is None else select_shard(sharding, rank)
+
+        def select(name: str, whole: torch.Tensor) -> torch.Tensor:
+            local = whole if of_operators is None else of_operators(name, whole)
+            return self._state.select(name, local)
+
         device, seed = self._mesh.device, self._plan.seed
         materialise_parts(self._deferred, parts, device=device, seed=seed, select=select)
 
@@ -105,13 +127,16 @@ class Executions:
         if placement not in self._stages:
             parts = placement.slices_of(self._mesh.coordinates["pp"])
             self.materialise(parts)  # evaluation may use what training does not
-            modules = {
-                part.index: StageModule(placement.program, part, self._deferred.module) for part in parts
-            }
+            modules = {part.index: self._stage_module(placement.program, part) for part in parts}
             for index, module in modules.items():
                 module.apply_recompute(self._plan.stages[index].recompute)
             self._stages[placement] = modules
         return self._stages[placement]
+
+    def _stage_module(self, program: Program, part: Slice) -> StageModule:
+        if self._state.gathers_in_stages:
+            return GatheredStage(program, part, self._deferred.module, self._state.unit, keeps_gathered=False)
+        return StageModule(program, part, self._deferred.module)
 
     def _batch(self, entries: Mapping[str, torch.Tensor]) -> object:
         args, kwargs = self._layout.restore(entries)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,17 +14,19 @@ __all__ = ["clip_gradients", "compute_gradient_norm"]
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same
 
 
-def compute_gradient_norm(counted: Iterable[nn.Parameter], mesh: ProcessMesh) -> torch.Tensor:
+def compute_gradient_norm(
+    counted: Iterable[nn.Parameter], mesh: ProcessMesh, axes: Sequence[str] = ("tp", "pp")
+) -> torch.Tensor:
     """Return the Euclidean norm of all gradients of the model, the same float64 scalar on every process.
 
-    ``counted`` are the parameters that this process adds: those held by several are counted by one of them,
-    so that each enters once. Gradients are already summed over replicas.
+    ``counted`` are the parameters that this process adds: those held by several along ``axes`` are counted by
+    one of them, so that each enters once. Gradients are already summed over replicas.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for parameter in counted:
         if parameter.grad is not None:
             total += _sum_of_squares(parameter.grad)
-    for axis in ("tp", "pp"):
+    for axis in axes:
         mesh.sum_over(axis, total)
     return total.sqrt()
 

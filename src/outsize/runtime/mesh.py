@@ -22,11 +22,17 @@ class ProcessMesh:
     rank: int
     device: torch.device
     device_mesh: DeviceMesh | None = None  # axes longer than one; None for a single process
+    replica_group: dist.ProcessGroup | None = None  # all that see other samples of a batch
 
     @property
     def coordinates(self) -> dict[str, int]:
         """This process's position along every axis."""
         return self.mesh.coordinates(self.rank)
+
+    @property
+    def replica(self) -> int:
+        """Which part of a global batch this process sees, of ``dp`` x ``fsdp`` parts."""
+        return self.coordinates["dp"] * self.mesh.fsdp + self.coordinates["fsdp"]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the group along ``axis``, or None where the axis has length one."""
@@ -60,4 +66,13 @@ def make_process_mesh(mesh: Mesh, device: torch.device) -> ProcessMesh:
     if axes:
         shape = tuple(getattr(mesh, axis) for axis in axes)
         device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=tuple(axes))
-    return ProcessMesh(mesh, rank, device, device_mesh)
+    return ProcessMesh(mesh, rank, device, device_mesh, _replica_group(mesh, device_mesh))
+
+
+def _replica_group(mesh: Mesh, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    axes = [axis for axis in ("dp", "fsdp") if getattr(mesh, axis) > 1]
+    if device_mesh is None or not axes:
+        return None
+    if len(axes) == 1:
+        return device_mesh.get_group(axes[0])
+    return device_mesh["dp", "fsdp"]._flatten("replicas").get_group()

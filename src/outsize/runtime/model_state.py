@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from outsize.model.operator_rules.placement import Shard
-from outsize.runtime.checkpoint_entry import CheckpointEntry, sharded_entry, whole_entry
+from outsize.runtime.checkpoint_entry import CheckpointEntry, rows_entry, sharded_entry, whole_entry
 from outsize.runtime.mesh import ProcessMesh
+from outsize.runtime.state_sharding import StateSharding
 
 __all__ = ["initialise_optimizer_state", "persistent_buffers", "state_entries"]
 
@@ -19,13 +20,21 @@ def state_entries(
     buffers: Mapping[str, torch.Tensor],
     optimizer: torch.optim.Optimizer,
     placements: Mapping[str, Shard],
+    sharding: StateSharding,
     mesh: ProcessMesh,
 ) -> dict[str, CheckpointEntry]:
     """Return an entry for everything this process holds; moments are named ``optimizer/<name>/<moment>``."""
 
     def entry(name: str, tensor: torch.Tensor, like: torch.Tensor) -> CheckpointEntry:
-        if name in placements and tensor.shape == like.shape:
-            return sharded_entry(tensor, placements[name], mesh.mesh.tp, mesh.coordinates["tp"])
+        if tensor.shape != like.shape:
+            return whole_entry(tensor)
+        degree, rank = mesh.mesh.tp, mesh.coordinates["tp"]
+        if sharding.is_sharded:
+            shape = sharding.shape(name)
+            rows = sharding.shards.rows(shape, sharding.shards.rank)
+            return rows_entry(tensor, rows, shape, placements.get(name), degree, rank)
+        if name in placements:
+            return sharded_entry(tensor, placements[name], degree, rank)
         return whole_entry(tensor)
 
     entries = {name: entry(name, parameter, parameter) for name, parameter in parameters.items()}

@@ -28,6 +28,7 @@ from outsize.runtime.microbatches import BatchSplitter
 from outsize.runtime.model_state import initialise_optimizer_state, state_entries
 from outsize.runtime.prediction import Predictor
 from outsize.runtime.random_streams import random_stream
+from outsize.runtime.state_sharding import StateSharding
 from outsize.runtime.tied_parameters import TiedParameters
 
 __all__ = ["HeldState", "ParallelModel", "StepResult"]
@@ -46,14 +47,21 @@ class StepResult:
 class HeldState:
     """What this process holds of the model, by full name (tied parameters by their first)."""
 
-    parameters: Mapping[str, nn.Parameter]
+    parameters: Mapping[str, nn.Parameter]  # that the optimizer updates
+    in_modules: Mapping[str, nn.Parameter]  # that stand in the modules; others only where rows are views
     buffers: Mapping[str, torch.Tensor]  # those that a state dict has
     placements: Mapping[str, Shard]  # of the parameters that are split over tp
     tied: TiedParameters
+    sharding: StateSharding  # over fsdp
 
     def is_counted(self, name: str, mesh: ProcessMesh) -> bool:
         """Whether this process counts the parameter in a norm: shards all do, copies one of them does."""
         return self.tied.is_counted_here(name) and (name in self.placements or mesh.coordinates["tp"] == 0)
+
+    @property
+    def counted_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which processes hold different gradients."""
+        return ("fsdp", "tp", "pp") if self.sharding.is_sharded else ("tp", "pp")
 
 
 class ParallelModel:
@@ -102,16 +110,26 @@ class ParallelModel:
         """Leave the gradients of one global batch in ``parameter.grad``, summed over all that hold it."""
         split = self._splitter.split(batch)
         self.optimizer.zero_grad()
+        for parameter in self._held.in_modules.values():
+            parameter.grad = None
         loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         with random_stream(self.plan.seed, self.num_steps, self.mesh):
             for microbatches in split.accumulation_steps:
                 executor = self.executions.executor([each.placement for each in microbatches])
                 loss += executor.train([each.inputs for each in microbatches])
-        sum_gradients(list(self.parameters.values()), self.mesh.group("dp"))
+        self._sum_over_replicas()
         self._held.tied.sum_gradients(self.parameters)
         counted = {n: p for n, p in self.parameters.items() if self._held.is_counted(n, self.mesh)}
-        norm = compute_gradient_norm(counted.values(), self.mesh)
+        norm = compute_gradient_norm(counted.values(), self.mesh, self._held.counted_axes)
         return StepResult(self._known_to_all(loss), norm.item(), int(split.num_elements[0]))
+
+    def _sum_over_replicas(self) -> None:
+        """Sum gradients over replicas; shards have been, or are now, over ``fsdp``, and then over ``dp``."""
+        held = self._held
+        if held.sharding.level == "optimizer_states":
+            held.sharding.reduce_gradients(held.in_modules)
+        group = self.mesh.group("dp") if held.sharding.is_sharded else self.mesh.replica_group
+        sum_gradients(list(self.parameters.values()), group)
 
     def evaluate(self, batch: Any) -> float:
         """Return the loss of one global batch with the module in evaluation mode; parameters stay.
@@ -172,14 +190,17 @@ class ParallelModel:
         checkpoint = find_checkpoint(folder)
         initialise_optimizer_state(self.optimizer, self.parameters, saved_names(checkpoint))
         self.num_steps = load_entries(checkpoint, self._entries())
+        self._held.sharding.update_modules(self._held.in_modules)
 
     def _entries(self) -> dict[str, CheckpointEntry]:
         held = self._held
-        return state_entries(held.parameters, held.buffers, self.optimizer, held.placements, self.mesh)
+        return state_entries(
+            held.parameters, held.buffers, self.optimizer, held.placements, held.sharding, self.mesh
+        )
 
     def _known_to_all(self, loss: torch.Tensor) -> float:
         """Add up the loss over replicas and let every pipeline rank know it (others than the last have 0)."""
-        for axis in ("dp", "pp"):
+        for axis in ("dp", "fsdp", "pp"):
             self.mesh.sum_over(axis, loss)
         return loss.item()
 
@@ -195,4 +216,5 @@ class ParallelModel:
             clip_gradients(self.parameters, norm, max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._held.sharding.update_modules(self._held.in_modules)
         self.num_steps += 1

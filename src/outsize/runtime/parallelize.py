@@ -29,6 +29,7 @@ from outsize.runtime.optimizer import build_optimizer
 from outsize.runtime.parallel_model import HeldState, ParallelModel
 from outsize.runtime.runnable import check_runnable
 from outsize.runtime.stage_placement import StagePlacement
+from outsize.runtime.state_sharding import StateSharding
 from outsize.runtime.tensor_parallel import parameter_placements
 from outsize.runtime.tied_parameters import TiedParameters
 
@@ -64,7 +65,8 @@ def parallelize(
     check_same_model(deferred, mesh.device)
     _arrange_batch_norm(deferred.module, plan, mesh)
     entries, layout = flatten_batch(sample_batch)
-    executions = Executions(deferred, layout, plan, mesh)
+    state = StateSharding(deferred, plan, mesh)
+    executions = Executions(deferred, layout, plan, mesh, state)
     microbatch = flatten_batch(resize_batch(sample_batch, plan.microbatch_size))[0]
     placement = executions.placement(microbatch)
     if placement.recording.loss_value is None:
@@ -83,7 +85,7 @@ def parallelize(
     with readable_out_of_memory(mesh.rank, plan.device_memory_bytes, "building its part of the model"):
         executions.materialise(placement.slices_of(mesh.coordinates["pp"]))
 
-    held = _held_state(deferred, placement, plan, mesh)
+    held = _held_state(deferred, placement, plan, mesh, state)
     return ParallelModel(
         plan=plan,
         mesh=mesh,
@@ -92,13 +94,13 @@ def parallelize(
         memory=memory,
         optimizer=build_optimizer(plan.optimizer, held.parameters.values()),
         executions=executions,
-        splitter=BatchSplitter(BatchForm.of(entries), plan, executions, mesh.coordinates["dp"], mesh.device),
+        splitter=BatchSplitter(BatchForm.of(entries), plan, executions, mesh.replica, mesh.device),
     )
 
 
 def _arrange_batch_norm(module: nn.Module, plan: Plan, mesh: ProcessMesh) -> None:
     """Let batch norm see all replicas where the plan says so, else say what it sees."""
-    group = mesh.group("dp")
+    group = mesh.replica_group
     if plan.batch_norm == "synchronised" and group is not None:
         apply_synchronised_batch_norm(module, group)
     elif mesh.rank == 0 and plan.global_batch > plan.microbatch_size:
@@ -107,7 +109,7 @@ def _arrange_batch_norm(module: nn.Module, plan: Plan, mesh: ProcessMesh) -> Non
 
 
 def _held_state(
-    deferred: DeferredModel, placement: StagePlacement, plan: Plan, mesh: ProcessMesh
+    deferred: DeferredModel, placement: StagePlacement, plan: Plan, mesh: ProcessMesh, state: StateSharding
 ) -> HeldState:
     parameters = dict(deferred.module.named_parameters(remove_duplicate=False))
     names_by_rank = [held_names(deferred, placement.slices_of(rank)) for rank in range(plan.mesh.pp)]
@@ -115,9 +117,12 @@ def _held_state(
         [deferred.ties.get(name, name) for name in names if name in parameters] for names in names_by_rank
     ]
     here = mesh.coordinates["pp"]
+    in_modules = {name: parameters[name] for name in parameters_by_rank[here]}
     return HeldState(
-        parameters={name: parameters[name] for name in parameters_by_rank[here]},
+        parameters={name: state.trained(name, parameter) for name, parameter in in_modules.items()},
+        in_modules=in_modules,
         buffers=persistent_buffers(deferred.module, set(names_by_rank[here])),
         placements=parameter_placements(plan.sharding) if plan.sharding is not None else {},
         tied=TiedParameters(mesh, parameters_by_rank),
+        sharding=state,
     )

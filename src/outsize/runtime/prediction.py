@@ -44,9 +44,7 @@ class Predictor:
         entries, self._layout = flatten_batch(sample_batch)
         self._form = BatchForm.of(entries)
         self._executions = executions.for_batches_of(self._layout)
-        self._splitter = BatchSplitter(
-            self._form, plan, self._executions, mesh.coordinates["dp"], mesh.device
-        )
+        self._splitter = BatchSplitter(self._form, plan, self._executions, mesh.replica, mesh.device)
         self._plan, self._mesh = plan, mesh
 
     def is_for(self, layout: BatchLayout) -> bool:
@@ -78,7 +76,8 @@ class Predictor:
     def _ranks_with_outputs(self, pipeline_rank: int) -> list[int]:
         """Return the rank that runs the last stage of each replica."""
         mesh = self._mesh.mesh
-        return [mesh.ranks_along("pp", first)[pipeline_rank] for first in mesh.ranks_along("dp", 0)]
+        replicas = [rank for first in mesh.ranks_along("dp", 0) for rank in mesh.ranks_along("fsdp", first)]
+        return [mesh.ranks_along("pp", first)[pipeline_rank] for first in replicas]
 
     def _assemblies(self, microbatch: Microbatch) -> dict[int, _Assembly]:
         """Return how each tensor among the outputs is put together, by its position."""
@@ -89,7 +88,10 @@ class Predictor:
         }
         other = self._executions.placement(larger).recording
         num_parts = (
-            self._plan.mesh.dp * self._plan.gradient_accumulation_steps * self._plan.schedule.num_microbatches
+            self._plan.mesh.dp
+            * self._plan.mesh.fsdp
+            * self._plan.gradient_accumulation_steps
+            * self._plan.schedule.num_microbatches
         )
         summed = {recording.loss_value, *(term.value for term in recording.loss_terms)}
         of_samples = _values_of_samples(recording, self._form.with_samples)
@@ -122,7 +124,7 @@ class Predictor:
             total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
             for value in own:
                 total += value.sum()
-            for axis in ("dp", "pp"):
+            for axis in ("dp", "fsdp", "pp"):
                 self._mesh.sum_over(axis, total)
             return total.to(dtype)
         if how == "any":

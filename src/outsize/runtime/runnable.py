@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outsize.cost.layout import STATE_SHARDINGS
 from outsize.errors import PlanError
 from outsize.plan.plan import Plan
 
@@ -14,10 +15,13 @@ def check_runnable(plan: Plan) -> None:
     Raises:
         PlanError: with what is not possible, and what is.
     """
-    not_yet = [axis for axis in ("fsdp", "cp", "ep") if getattr(plan.mesh, axis) > 1]
+    not_yet = [axis for axis in ("cp", "ep") if getattr(plan.mesh, axis) > 1]
     for has, what in (
         (not_yet, f"a mesh with {', '.join(not_yet)}"),
-        (plan.state_sharding != "none", f"state sharding {plan.state_sharding!r}"),
+        (
+            plan.state_sharding not in STATE_SHARDINGS,
+            f"state sharding {plan.state_sharding!r}",
+        ),
         (plan.sequence_parallel, "sequence-parallel activations"),
         (
             plan.mesh.tp != (plan.sharding.degree if plan.sharding else 1),
@@ -40,11 +44,12 @@ def check_runnable(plan: Plan) -> None:
                 why="It trains pipelines, split operators and replicas, in the precision of the parameters.",
                 attempt="outsize plan without forcing it.",
             )
-    parts = plan.mesh.dp * plan.gradient_accumulation_steps * plan.schedule.num_microbatches
+    replicas = plan.mesh.dp * plan.mesh.fsdp
+    parts = replicas * plan.gradient_accumulation_steps * plan.schedule.num_microbatches
     if plan.global_batch < parts:
         raise PlanError(
             f"A global batch of {plan.global_batch} is too small for {parts} micro-batches.",
-            why=f"{plan.mesh.dp} replicas x {plan.gradient_accumulation_steps} accumulation steps x "
+            why=f"{replicas} replicas x {plan.gradient_accumulation_steps} accumulation steps x "
             f"{plan.schedule.num_microbatches} micro-batches, each of one sample or more.",
             attempt=f"a global batch of {parts}, or fewer micro-batches.",
         )
