@@ -46,7 +46,7 @@ class PipelineExecutor:
         )
         self._runtime._prepare_schedule_with_comms(_as_torch_actions(schedule))
         self._all_actions = self._runtime.pipeline_order_with_comms
-        if dist.get_backend(group) == dist.Backend.GLOO:  # others run receives and sends in order
+        if _backend_of(group, device) == dist.Backend.GLOO:  # others run receives and sends in order
             self._all_actions = {
                 rank: post_receives_early(actions) for rank, actions in self._all_actions.items()
             }
@@ -116,6 +116,11 @@ class _Runtime(_PipelineScheduleRuntime):
     def _maybe_get_loss(self, stage: PipelineStage, mb_index: int) -> torch.Tensor | None:
         loss: torch.Tensor | None = self._internal_losses[mb_index] if stage.is_last else None
         return loss
+
+
+def _backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the backend that sends this device's tensors; a group started without one has one a device."""
+    return str(group._get_backend(device).name())
 
 
 def _as_torch_actions(schedule: Schedule) -> dict[int, list[_Action | None]]:
