@@ -34,9 +34,7 @@ def train(rank: int, store: str) -> dict[str, Any]:
     """Train, and evaluate after each step whose loss is less than any before."""
     dist.init_process_group(store=dist.FileStore(store, 2), rank=rank, world_size=2)
     posted_early: list[Any] = []
-    pipeline.post_receives_early = lambda actions: (
     pipeline.post_receives_early = lambda order: posted_early.append(order) or post_receives_early(order)
-    )
     model = parallelize(tied_model, PLAN, sample_batch=BATCHES[0])
     losses: list[float] = []
     evaluations: list[float | None] = []
