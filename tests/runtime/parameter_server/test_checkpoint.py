@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from helpers.parameter_servers import make_settings, servers_in_threads
-from outsize.errors import TrainingError
-from outsize.runtime.parameter_server.checkpoint import latest_checkpoint, load_variables, read_info
+from outsize.errors import LaunchError, PlanError
+from outsize.runtime.checkpoint import find_checkpoint
+from outsize.runtime.parameter_server.checkpoint import load_whole, read_info
 from outsize.runtime.parameter_server.client import PushOutcome, ServerClient
 from outsize.runtime.parameter_server.coordinator import Coordinator
 from outsize.runtime.parameter_server.layout import Variable
@@ -59,7 +59,7 @@ def test_a_checkpoint_of_three_servers_goes_on_with_two_as_if_nothing_had_happen
     with servers_in_threads(_settings(3, 5)) as coordinator:
         _train(coordinator, range(3))
         folder = coordinator.save(tmp_path)
-    assert latest_checkpoint(tmp_path) == folder
+    assert find_checkpoint(tmp_path) == folder
     with servers_in_threads(_settings(2, 3)) as coordinator:
         assert coordinator.restore(folder) == 3
         client = ServerClient(coordinator.membership, "worker/0")
@@ -71,31 +71,42 @@ def test_a_checkpoint_of_three_servers_goes_on_with_two_as_if_nothing_had_happen
 
 
 def test_whole_variables_can_be_read_without_servers(tmp_path: Path) -> None:
-    """Values and optimizer states by full name, for the other strategies."""
+    """Values by full name for an evaluator, optimizer states where they are asked for."""
     with servers_in_threads(_settings(2, 3)) as coordinator:
         _train(coordinator, range(2))
         folder = coordinator.save(tmp_path)
         values = {variable.name: coordinator.read_variable(variable.name) for variable in _VARIABLES}
-    found = load_variables(folder)
+    found = load_whole(folder)
+    assert found.keys() == values.keys()
     for name, value in values.items():
-        assert torch.equal(found[name]["value"], value)
-        assert found[name]["exp_avg"].shape == value.shape
-        assert found[name]["step"] == 2
+        assert torch.equal(found[name].view(value.shape), value)
+    states = load_whole(folder, only={"optimizer/table/exp_avg", "optimizer/table/step"})
+    assert states["optimizer/table/exp_avg"].shape == (11, 3)
+    assert states["optimizer/table/step"] == 2
+
+
+def test_push_ids_of_a_new_coordinator_go_on_after_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """Else every step of a resumed job would be taken for one that was applied already."""
+    with servers_in_threads(_settings(1, 1)) as coordinator:
+        _train(coordinator, range(3))
+        folder = coordinator.save(tmp_path)
+    assert read_info(folder).applied.watermark == 3
+    with servers_in_threads(_settings(1, 1)) as coordinator:
+        coordinator.restore(folder)
+        assert coordinator.schedule("any").push_id == 3
 
 
 def test_what_is_incomplete_or_of_another_model_is_refused(tmp_path: Path) -> None:
-    """No manifest, a missing server's file, another shape: each is an error in words."""
-    with pytest.raises(TrainingError, match="not a complete checkpoint"):
+    """No manifest, another shape, another optimizer: each is an error in words, and nothing is changed."""
+    with pytest.raises(LaunchError, match="no checkpoint"):
         read_info(tmp_path)
-    assert latest_checkpoint(tmp_path) is None
     with servers_in_threads(_settings(2, 2)) as coordinator:
         folder = coordinator.save(tmp_path)
-    manifest = json.loads((folder / "checkpoint.json").read_text())
-    manifest["layout"]["variables"][0]["shape"] = [8, 2]
-    (folder / "server-1.pt").unlink()
-    with servers_in_threads(_settings(1, 1)) as coordinator:
-        with pytest.raises(TrainingError, match=r"server-1\.pt cannot be read"):
+    other_shape = make_settings([Variable("dense", (8, 2), torch.float64)])
+    with servers_in_threads(other_shape) as coordinator:
+        with pytest.raises(PlanError, match="does not belong to this model") as caught:
             coordinator.restore(folder)
-        (folder / "checkpoint.json").write_text(json.dumps(manifest))
-        with pytest.raises(TrainingError, match="does not fit this model"):
-            coordinator.restore(folder)
+        assert "dense is [7, 2] there and [8, 2] here" in caught.value.why
+    momentum = make_settings(_VARIABLES, optimizer=OptimizerSettings("sgd", {"lr": 1.0, "momentum": 0.9}))
+    with servers_in_threads(momentum) as coordinator, pytest.raises(PlanError, match="momentum_buffer"):
+        coordinator.restore(folder)

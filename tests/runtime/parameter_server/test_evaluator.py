@@ -29,7 +29,7 @@ def test_it_skips_to_the_newest_survives_deletion_and_stops_after_the_last(tmp_p
 
         advance()
         results = evaluate_checkpoints(
-            tmp_path, lambda parameters: parameters["a"].item(), last_version=3, poll_s=0.01, timeout_s=0.1
+            tmp_path, lambda parameters: parameters["a"].item(), last_step=3, poll_s=0.01, timeout_s=0.1
         )
         assert next(results) == (1, 1.0)
         advance()
@@ -38,6 +38,6 @@ def test_it_skips_to_the_newest_survives_deletion_and_stops_after_the_last(tmp_p
             next(results)
         advance()
         results = evaluate_checkpoints(
-            tmp_path, lambda parameters: parameters["a"].item(), last_version=3, poll_s=0.01, timeout_s=5
+            tmp_path, lambda parameters: parameters["a"].item(), last_step=3, poll_s=0.01, timeout_s=5
         )
         assert list(results) == [(3, 3.0)]

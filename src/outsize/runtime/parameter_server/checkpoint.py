@@ -1,35 +1,41 @@
-"""Checkpoints of servers: each writes its shards, and any number of servers reads them again.
+"""Checkpoints of servers, in the format of all strategies: each server writes its shards as chunks.
 
 ::
 
-    folder/step-000120/server-0.pt, server-1.pt   shards with their rows, states, step
-    folder/step-000120/checkpoint.json            layout, version, applied pushes: written last
-    folder/latest                                 the name of the newest complete one
+    folder/step-00000120.partial/            server-0-00001.safetensors, coordinator-00001.safetensors, ...
+    folder/step-00000120/checkpoint.json     the name, and this file, when every server has written
+    folder/latest                            the name of the newest complete one
+
+Any number of servers reads what any other number, or any other strategy, wrote.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
-from collections.abc import Iterator
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from outsize.errors import TrainingError
+from outsize.runtime.checkpoint import FORMAT_VERSION, find_checkpoint, load_entries, saved_names
+from outsize.runtime.checkpoint_entry import CheckpointEntry, whole_entry
+from outsize.runtime.checkpoint_part import write_part
+from outsize.runtime.checkpoint_storage import reader
 from outsize.runtime.parameter_server.applied_pushes import AppliedPushes
-from outsize.runtime.parameter_server.layout import Layout, Shard, Variable
+from outsize.runtime.parameter_server.layout import Shard
 from outsize.runtime.parameter_server.shard_storage import ShardStorage, ShardValues
 
 __all__ = [
     "CheckpointInfo",
-    "latest_checkpoint",
     "load_shards",
-    "load_variables",
+    "load_whole",
+    "partial_folder",
     "publish_checkpoint",
     "read_info",
+    "save_constants",
     "save_shards",
 ]
 
@@ -38,133 +44,146 @@ _MANIFEST, _LATEST = "checkpoint.json", "latest"
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a complete checkpoint says about itself."""
+    """What a complete checkpoint says about itself.
 
-    layout: Layout
-    version: int
+    ``step`` counts steps of the global batch, as in every strategy. ``applied`` is empty unless servers wrote
+    the checkpoint.
+    """
+
+    step: int
     applied: AppliedPushes
+
+
+def partial_folder(parent: Path, step: int) -> Path:
+    """Make and return the folder that a checkpoint has until it is complete; an interrupted one goes."""
+    folder = parent / f"step-{step:08d}.partial"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
 
 
 def save_shards(folder: Path, server: int, storage: ShardStorage) -> None:
     """Write the shards of one server. The caller keeps updates away."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shards = [
-        {"variable": shard.variable.name, "first_row": shard.first_row, "num_rows": shard.num_rows}
-        | {name: tensor.clone() for name, tensor in storage.values_of(shard).items()}
-        for shard in storage.shards
-    ]
-    torch.save(shards, folder / f"server-{server}.pt")
+    entries: dict[str, CheckpointEntry] = {}
+    for shard in storage.shards:
+        for name, tensor in _named_values(shard, storage.values_of(shard)).items():
+            if _is_count(name, shard) and shard.part:
+                continue  # it is the same for all shards of a variable
+            entry = entries.setdefault(name, CheckpointEntry(_whole_shape(name, shard), {}))
+            entry.chunks[_offset(name, shard)] = _with_rows(tensor)
+    write_part(folder, f"server-{server}", entries)
 
 
-def publish_checkpoint(folder: Path, info: CheckpointInfo) -> None:
-    """Declare a folder complete, and the newest of its parent. Call it after every server has saved."""
+def save_constants(folder: Path, constants: Mapping[str, torch.Tensor]) -> None:
+    """Write what no server holds: frozen parameters and buffers, which training does not change."""
+    write_part(folder, "coordinator", {name: whole_entry(tensor) for name, tensor in constants.items()})
+
+
+def publish_checkpoint(partial: Path, info: CheckpointInfo) -> Path:
+    """Give a folder its name, and make it the newest. Call it after every server has saved."""
     data = {
-        "layout": info.layout.to_json(),
-        "version": info.version,
+        "format_version": FORMAT_VERSION,
+        "step": info.step,
         "applied": [info.applied.watermark, *sorted(info.applied.newer)],
     }
-    (folder / _MANIFEST).write_text(json.dumps(data))
-    pointer = folder.parent / f"{_LATEST}.new"
-    pointer.write_text(folder.name)
-    pointer.replace(folder.parent / _LATEST)
-
-
-def latest_checkpoint(parent: Path) -> Path | None:
-    """Return the newest complete checkpoint, or None."""
-    try:
-        return parent / (parent / _LATEST).read_text()
-    except FileNotFoundError:
-        return None
+    (partial / _MANIFEST).write_text(json.dumps(data) + "\n")
+    final = partial.with_suffix("")
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    pointer = final.parent / f"{_LATEST}.partial"
+    pointer.write_text(final.name + "\n")
+    pointer.replace(final.parent / _LATEST)
+    return final
 
 
 def read_info(folder: Path) -> CheckpointInfo:
     """Return what a checkpoint says about itself.
 
     Raises:
-        TrainingError: it is not a complete checkpoint.
+        LaunchError: it is not a complete checkpoint.
     """
-    try:
-        data = json.loads((folder / _MANIFEST).read_text())
-        watermark, *newer = data["applied"]
-        return CheckpointInfo(
-            Layout.from_json(data["layout"]), data["version"], AppliedPushes(watermark, newer)
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TrainingError(
-            f"{folder} is not a complete checkpoint", why=repr(error), attempt="use the one named by 'latest'"
-        ) from None
+    data = json.loads((find_checkpoint(folder) / _MANIFEST).read_text())
+    watermark, *newer = data.get("applied", [0])
+    return CheckpointInfo(int(data["step"]), AppliedPushes(watermark, newer))
 
 
-def load_shards(folder: Path, storage: ShardStorage) -> None:
-    """Fill a server's shards with their rows, whichever servers wrote them.
+def load_shards(folder: Path, storage: ShardStorage) -> int:
+    """Fill a server's shards with their rows, whoever wrote them, and return the checkpoint's step.
 
-    Files are mapped, not read: of each, only the rows that this server holds are touched.
+    A variable that had no gradient when another strategy saved has no optimizer state there, and starts with
+    zeros.
 
     Raises:
-        TrainingError: the checkpoint lacks rows of a variable, or has another shape.
+        PlanError: the checkpoint is of another model or optimizer; nothing was changed.
     """
-    missing = {shard: shard.num_rows for shard in storage.shards}
-    for saved in _saved_shards(folder):
-        for shard in storage.shards:
-            if shard.variable.name == saved["variable"]:
-                missing[shard] -= _copy_overlap(shard, storage.values_of(shard), saved)
-    incomplete = [shard.variable.name for shard, num_rows in missing.items() if num_rows]
-    if incomplete:
-        raise TrainingError(
-            f"{folder} lacks rows of {', '.join(sorted(set(incomplete)))}",
-            attempt="load it with the model that wrote it",
-        )
+    saved = saved_names(folder)
+    entries: dict[str, CheckpointEntry] = {}
+    counts: dict[str, list[torch.Tensor]] = {}  # each shard of a table has a count of its own
+    for shard in storage.shards:
+        for name, tensor in _named_values(shard, storage.values_of(shard)).items():
+            if name not in saved and _had_no_gradient(shard.variable.name, name, saved):
+                continue
+            if _is_count(name, shard):
+                counts.setdefault(name, []).append(tensor)
+            entry = entries.setdefault(name, CheckpointEntry(_whole_shape(name, shard), {}))
+            entry.chunks[_offset(name, shard)] = _with_rows(tensor)
+    step = load_entries(folder, entries)
+    for tensors in counts.values():
+        for tensor in tensors[:-1]:
+            tensor.copy_(tensors[-1])
+    return step
 
 
-def load_variables(folder: Path) -> dict[str, ShardValues]:
-    """Return whole variables by name: ``value``, optimizer states and ``step``.
+def _had_no_gradient(variable: str, name: str, saved: set[str]) -> bool:
+    """Whether a state is missing because the variable has none, though others have."""
+    if name == variable or any(other.startswith(f"optimizer/{variable}/") for other in saved):
+        return False
+    return any(other.startswith("optimizer/") for other in saved)
+
+
+def load_whole(folder: Path, *, only: set[str] | None = None) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers, whole, by full name: all of them, or ``only`` those.
 
     Raises:
-        TrainingError: the checkpoint is incomplete.
+        LaunchError: the checkpoint is not complete.
+        PlanError: one of ``only`` is not in it.
     """
-    layout = read_info(folder).layout
-    found: dict[str, ShardValues] = {}
-    for saved in _saved_shards(folder):
-        variable = layout.variable(saved["variable"])
-        whole = found.setdefault(variable.name, _empty_like(saved, variable))
-        target = Shard(variable, 0, 0, variable.num_rows, 0)
-        _copy_overlap(target, whole, saved)
-    return found
+    checkpoint = find_checkpoint(folder)
+    metadata: dict[str, Any] = dict(reader(checkpoint).read_metadata().state_dict_metadata)
+    names = only if only is not None else {name for name in metadata if not name.startswith("optimizer/")}
+    values = {
+        name: torch.zeros(metadata[name].size, dtype=metadata[name].properties.dtype)
+        for name in names & set(metadata)
+    }
+    missing = {name: whole_entry(torch.empty(0)) for name in names - set(metadata)}
+    load_entries(checkpoint, {name: whole_entry(value) for name, value in values.items()} | missing)
+    return values
 
 
-def _empty_like(saved: dict[str, Any], variable: Variable) -> ShardValues:
-    tensors = {name: value for name, value in saved.items() if isinstance(value, torch.Tensor)}
+def _named_values(shard: Shard, values: ShardValues) -> dict[str, torch.Tensor]:
+    """Return value and optimizer states by the names that checkpoints give them; SGD counts no steps."""
+    name = shard.variable.name
+    has_step = "exp_avg" in values
     return {
-        name: torch.zeros_like(value) if name == "step" else value.new_zeros(variable.shape)
-        for name, value in tensors.items()
+        name if key == "value" else f"optimizer/{name}/{key}": tensor
+        for key, tensor in values.items()
+        if key != "step" or has_step
     }
 
 
-def _saved_shards(folder: Path) -> Iterator[dict[str, Any]]:
-    for server in range(read_info(folder).layout.num_servers):
-        path = folder / f"server-{server}.pt"
-        try:
-            yield from torch.load(path, mmap=True, weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-            raise TrainingError(f"{path} cannot be read", why=str(error).splitlines()[0]) from None
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(1) if tensor.dim() == 0 else tensor
 
 
-def _copy_overlap(shard: Shard, target: ShardValues, saved: dict[str, Any]) -> int:
-    """Copy the rows that both have and return how many."""
-    first: int = max(shard.first_row, saved["first_row"])
-    end: int = min(shard.first_row + shard.num_rows, saved["first_row"] + saved["num_rows"])
-    if end <= first:
-        return 0
-    for name, tensor in target.items():
-        if name not in saved:
-            continue
-        if name == "step" or not shard.variable.shape:
-            tensor.copy_(saved[name])
-        else:
-            rows = saved[name][first - saved["first_row"] : end - saved["first_row"]]
-            if rows.shape[1:] != tensor.shape[1:]:
-                raise TrainingError(
-                    f"{shard.variable.name} has shape {tuple(rows.shape)} in the checkpoint, not this model's"
-                )
-            tensor[first - shard.first_row : end - shard.first_row].copy_(rows)
-    return end - first
+def _is_count(name: str, shard: Shard) -> bool:
+    return name == f"optimizer/{shard.variable.name}/step"
+
+
+def _whole_shape(name: str, shard: Shard) -> torch.Size:
+    shape = () if _is_count(name, shard) else shard.variable.shape
+    return torch.Size(shape or [1])
+
+
+def _offset(name: str, shard: Shard) -> torch.Size:
+    first_row = 0 if _is_count(name, shard) else shard.first_row
+    return torch.Size([first_row, *[0] * (len(_whole_shape(name, shard)) - 1)])

@@ -11,6 +11,7 @@ import torch
 
 from outsize.errors import TrainingError
 from outsize.runtime.parameter_server.dense_parameters import DenseParameters
+from outsize.runtime.parameter_server.failures import raise_failure
 from outsize.runtime.parameter_server.membership import Membership, wait_for
 from outsize.runtime.parameter_server.protocol import DROPPED, WITH_DENSE, Kind
 from outsize.runtime.parameter_server.row_routing import RowRouting
@@ -219,5 +220,6 @@ def _behind(versions: Sequence[int]) -> list[int]:
 
 def _checked(answer: Message) -> Message:
     if answer.kind == Kind.FAILED:
+        raise_failure(answer)
         raise TrainingError("a parameter server refused a request", why=str(answer.data))
     return answer

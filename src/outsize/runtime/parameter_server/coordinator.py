@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 
 from outsize.errors import OutsizeError, TrainingError
+from outsize.runtime.parameter_server.checkpoint import read_info
+from outsize.runtime.parameter_server.failures import error_of
 from outsize.runtime.parameter_server.layout import Shard
 from outsize.runtime.parameter_server.lost import PeerLostError, ServerLostError, StepFailedError
 from outsize.runtime.parameter_server.membership import host_store
@@ -64,7 +65,7 @@ class Coordinator:
         self._step_timeout_s, self._worker_timeout_s = step_timeout_s, worker_timeout_s
         self._store, self.membership = host_store(job, address, port)
         self._queue = StepQueue(max_queued)
-        self._push_ids = itertools.count()
+        self._next_push_id = 0
         self._epoch = 0  # a worker connects to the servers anew when it changes
         self._workers: dict[int, Session] = {}
         self._running: dict[int, StepFuture] = {}
@@ -91,14 +92,16 @@ class Coordinator:
         self._admit_workers()
 
     def restore(self, folder: Path) -> int:
-        """Load a checkpoint into all servers, new ones included, and return its version.
+        """Load a checkpoint of any strategy into all servers, new ones included, and return its version.
 
         After a ``ServerLostError`` this waits for the successor of the lost server.
 
         Raises:
-            TrainingError: the checkpoint is incomplete or belongs to another model.
-            LaunchError: a server did not start in time.
+            PlanError: the checkpoint belongs to another model or optimizer.
+            LaunchError: the checkpoint is incomplete, or a server did not start in time.
         """
+        applied = read_info(folder).applied
+        self._next_push_id = max(self._next_push_id, applied.watermark, *(one + 1 for one in applied.newer))
         self._servers.connect()
         self._servers.configure()
         version = self._servers.load(folder)
@@ -106,16 +109,17 @@ class Coordinator:
         self._admit_workers()
         return version
 
-    def save(self, parent: Path) -> Path:
+    def save(self, parent: Path, constants: Mapping[str, torch.Tensor] | None = None) -> Path:
         """Wait for all steps, write a checkpoint below ``parent``, and return its folder.
 
-        Pushes of an update that is not complete yet are no part of it.
+        ``constants`` are what a checkpoint of the model holds besides: frozen parameters and buffers. Pushes
+        of an update that is not complete yet are no part of it.
 
         Raises:
             OutsizeError: a step failed, or a server was lost.
         """
         self._queue.join()
-        return self._servers.save(parent)
+        return self._servers.save(parent, constants or {})
 
     def schedule(self, step: str, argument: Any = None) -> StepFuture:
         """Queue a step by the name under which the workers know it, with plain data as its argument.
@@ -127,7 +131,8 @@ class Coordinator:
         if not isinstance(step, str):
             raise TrainingError(f"{step!r} is not the name of a step", attempt="register it on the workers")
         check_argument(argument)
-        future = StepFuture(step, argument, next(self._push_ids))
+        future = StepFuture(step, argument, self._next_push_id)
+        self._next_push_id += 1
         self._queue.put(future)
         return future
 
@@ -240,7 +245,8 @@ class Coordinator:
         elif answer.kind == Kind.SERVER_LOST:
             self._settle_server_error(future, *answer.data)
         else:
-            self._queue.fail(future, StepFailedError(future.step, worker, str(answer.data)))
+            failed = error_of(answer) or StepFailedError(future.step, worker, str(answer.data))
+            self._queue.fail(future, failed)
 
     def _settle_server_error(self, future: StepFuture, server: str, reason: str) -> None:
         """Forgive a worker that lost a server which still answers, but not for ever."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from outsize.errors import TrainingError
-from outsize.runtime.parameter_server.checkpoint import latest_checkpoint, load_variables, read_info
+from outsize.errors import LaunchError, TrainingError
+from outsize.runtime.checkpoint import find_checkpoint
+from outsize.runtime.parameter_server.checkpoint import load_whole, read_info
 
 __all__ = ["evaluate_checkpoints"]
 
@@ -19,41 +20,37 @@ def evaluate_checkpoints(
     parent: Path,
     evaluate: Callable[[dict[str, torch.Tensor]], Any],
     *,
-    last_version: int,
+    last_step: int,
     poll_s: float = 5.0,
     timeout_s: float = 3600.0,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield ``(version, evaluate(parameters))`` for each checkpoint that is newest when its turn comes.
+    """Yield ``(step, evaluate(values))`` for each checkpoint that is newest when its turn comes.
 
-    Ends after the checkpoint of ``last_version`` or a later one. A checkpoint deleted while it is read is
-    passed over.
+    ``values`` are all parameters and buffers by full name. Ends after the checkpoint of ``last_step`` or a
+    later one. A checkpoint deleted while it is read is passed over.
 
     Raises:
         TrainingError: nothing new appeared in ``timeout_s``.
     """
     seen, waiting_since = -1, time.monotonic()
-    while seen < last_version:
+    while seen < last_step:
         found = _load_newer(parent, seen)
         if found is not None:
-            seen, parameters = found
-            yield seen, evaluate(parameters)
+            seen, values = found
+            yield seen, evaluate(values)
             waiting_since = time.monotonic()
         elif time.monotonic() - waiting_since > timeout_s:
             raise TrainingError(
-                f"no new checkpoint below {parent} in {timeout_s:g} s", why=f"the last was of version {seen}"
+                f"no new checkpoint below {parent} in {timeout_s:g} s", why=f"the last was of step {seen}"
             )
         else:
             time.sleep(poll_s)
 
 
 def _load_newer(parent: Path, seen: int) -> tuple[int, dict[str, torch.Tensor]] | None:
-    folder = latest_checkpoint(parent)
-    if folder is None:
-        return None
     try:
-        version = read_info(folder).version
-        if version <= seen:
-            return None
-        return version, {name: values["value"] for name, values in load_variables(folder).items()}
-    except TrainingError:
-        return None  # deleted or replaced while it was read: the next one is newer
+        folder = find_checkpoint(parent)
+        step = read_info(folder).step
+        return None if step <= seen else (step, load_whole(folder))
+    except (LaunchError, OSError):
+        return None  # there is none yet, or it was deleted while it was read: the next one is newer

@@ -10,7 +10,7 @@ import torch
 
 from outsize.errors import OutsizeError, TrainingError
 from outsize.runtime.parameter_server.checkpoint import load_shards, read_info, save_shards
-from outsize.runtime.parameter_server.layout import Layout
+from outsize.runtime.parameter_server.failures import failure
 from outsize.runtime.parameter_server.lost import PeerLostError
 from outsize.runtime.parameter_server.membership import Membership
 from outsize.runtime.parameter_server.protocol import (
@@ -85,7 +85,9 @@ class Server:
             handlers[message.kind](session, message, held)
         except PeerLostError:
             raise
-        except (OutsizeError, RuntimeError, IndexError, OSError) as error:
+        except OutsizeError as error:
+            session.send(failure(error))
+        except (RuntimeError, IndexError, OSError) as error:
             session.send(Message(Kind.FAILED, data=str(error)))
         return True
 
@@ -162,12 +164,11 @@ class Server:
 
     def _load(self, session: Session, message: Message, _held: set[int]) -> None:
         state, folder = self._ready(), Path(message.data)
-        info = read_info(folder)
-        _check_same_variables(state.settings.layout, info.layout, folder)
         with state.condition:
-            load_shards(folder, state.storage)
-            state.restart_at(info.version, info.applied)
-        session.send(Message(Kind.DONE, [info.version]))
+            step = load_shards(folder, state.storage)
+            version = step // state.settings.steps_per_update
+            state.restart_at(version, read_info(folder).applied)
+        session.send(Message(Kind.DONE, [version]))
 
     def _watch(self, session: Session, _message: Message, _held: set[int]) -> None:
         self._stopped.wait()
@@ -179,13 +180,3 @@ class Server:
 
 def _reply(session: Session, answer: PushAnswer) -> None:
     session.send(Message(answer.kind, [answer.number]))
-
-
-def _check_same_variables(mine: Layout, saved: Layout, folder: Path) -> None:
-    known = {variable.name: variable.shape for variable in saved.variables}
-    for variable in mine.variables:
-        if known.get(variable.name) != variable.shape:
-            raise TrainingError(
-                f"{folder} does not fit this model",
-                why=f"{variable.name} has shape {variable.shape} here and {known.get(variable.name)} there",
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,13 @@ import torch
 
 from outsize.errors import TrainingError
 from outsize.runtime.parameter_server.applied_pushes import AppliedPushes
-from outsize.runtime.parameter_server.checkpoint import CheckpointInfo, publish_checkpoint
+from outsize.runtime.parameter_server.checkpoint import (
+    CheckpointInfo,
+    partial_folder,
+    publish_checkpoint,
+    save_constants,
+)
+from outsize.runtime.parameter_server.failures import raise_failure
 from outsize.runtime.parameter_server.layout import Shard
 from outsize.runtime.parameter_server.lost import PeerLostError, ServerLostError
 from outsize.runtime.parameter_server.membership import Membership
@@ -86,14 +92,15 @@ class ServerControl:
             )
         return whole
 
-    def save(self, parent: Path) -> Path:
+    def save(self, parent: Path, constants: Mapping[str, torch.Tensor]) -> Path:
         """Write a checkpoint below ``parent`` and return its folder. The caller keeps workers still.
 
         Raises:
             TrainingError: the servers are not at one version.
         """
         version = int(self.statistics()[0]["version"])
-        folder = parent / f"step-{version:09d}"
+        step = version * self._settings.steps_per_update
+        folder = partial_folder(parent, step)
         answers = [self._ask(server, Message(Kind.SAVE, data=str(folder))) for server in self._everyone()]
         versions = [answer.value(0) for answer in answers]
         if set(versions) != {version}:
@@ -101,9 +108,8 @@ class ServerControl:
                 f"the servers are at versions {versions}", why="an update has reached only some of them"
             )
         watermark, *newer = answers[0].data
-        applied = AppliedPushes(watermark, newer)
-        publish_checkpoint(folder, CheckpointInfo(self._settings.layout, version, applied))
-        return folder
+        save_constants(folder, constants)
+        return publish_checkpoint(folder, CheckpointInfo(step, AppliedPushes(watermark, newer)))
 
     def load(self, folder: Path) -> int:
         """Load a checkpoint into all servers and return its version."""
@@ -154,6 +160,7 @@ class ServerControl:
                 self._sessions.pop(server, None)
                 raise
         if answer.kind == Kind.FAILED:
+            raise_failure(answer)
             raise TrainingError(f"server {server} refused a request", why=str(answer.data))
         return answer
 

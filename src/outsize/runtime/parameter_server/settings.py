@@ -20,12 +20,15 @@ class Settings:
     """Everything a server or worker needs to know about the job.
 
     ``version_wait_s`` bounds how long a pull waits for a version that other workers still have to complete.
+    ``steps_per_update`` are the steps of the global batch that one update stands for: more than one where
+    workers take local steps.
     """
 
     layout: Layout
     optimizer: OptimizerSettings
     policy: UpdatePolicy
     version_wait_s: float = 60.0
+    steps_per_update: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data from which ``from_json`` rebuilds the settings."""
@@ -34,6 +37,7 @@ class Settings:
             "optimizer": asdict(self.optimizer),
             "policy": asdict(self.policy),
             "version_wait_s": self.version_wait_s,
+            "steps_per_update": self.steps_per_update,
         }
 
     @classmethod
@@ -44,4 +48,5 @@ class Settings:
             OptimizerSettings(**data["optimizer"]),
             UpdatePolicy(**data["policy"]),
             data["version_wait_s"],
+            data["steps_per_update"],
         )

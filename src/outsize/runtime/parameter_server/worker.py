@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from outsize.errors import OutsizeError
 from outsize.runtime.parameter_server.client import Pulled, PushOutcome, ServerClient
+from outsize.runtime.parameter_server.failures import failure
 from outsize.runtime.parameter_server.lost import CoordinatorLostError, ServerLostError
 from outsize.runtime.parameter_server.membership import Membership
 from outsize.runtime.parameter_server.protocol import Kind
@@ -99,6 +101,8 @@ class Worker:
             return Message(Kind.SERVER_LOST, data=[error.name, error.reason])
         except CoordinatorLostError:
             raise
+        except OutsizeError as error:
+            return failure(error)
         except Exception:  # a step is anybody's code: whatever it raises is the coordinator's to judge
             return Message(Kind.FAILED, data=traceback.format_exc())
 
