@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from helpers.models import reference_model
+from helpers.models import reference_model, tied_llama
 from helpers.processes import run_distributed
-from helpers.tiny_language_model import stage_labels, tied_model, token_batch
-from outsize.errors import BatchError, PlanError
+from helpers.tiny_language_model import VOCABULARY, stage_labels, tied_model, token_batch
+from outsize.errors import BatchError
+from outsize.model.deferred import build_deferred
 from outsize.plan.plan import Mesh, Plan, ScheduleSpec, StageSpec
-from outsize.plan.sharding import Sharding
+from outsize.planner.sharding import plan_module_sharding
+from outsize.planner.sharding_costs import ShardingCosts
 from outsize.runtime.parallelize import parallelize
+from outsize.runtime.trainer import Trainer
 
 
-def make_plan(mesh: Mesh, labels: tuple[str, ...], schedule: ScheduleSpec, **changes: Any) -> Plan:
+def make_plan(
+    mesh: Mesh, labels: tuple[str, ...], schedule: ScheduleSpec, *, global_batch: int = 12, **changes: Any
+) -> Plan:
     stages = tuple(StageSpec(index, label) for index, label in enumerate(labels))
-    return Plan("pipeline_parallel", mesh, stages, schedule, 12, **changes)
+    return Plan("pipeline_parallel", mesh, stages, schedule, global_batch, **changes)
 
 
 PLANS = {
@@ -130,9 +136,80 @@ def test_too_many_samples_are_refused() -> None:
         model.predict(token_batch(13, seed=0))
 
 
-def test_split_operators_are_refused() -> None:
-    """Only the loss is put together from shards of operators; the message says what works."""
-    model = parallelize(tied_model, PLANS[1][0], sample_batch=token_batch(12, seed=0))
-    model.plan = replace(model.plan, sharding=Sharding("", 2, (), ()))
-    with pytest.raises(PlanError, match=r"where operators are split[\s\S]*without tp"):
-        model.predict(token_batch(12, seed=0))
+class DroppingModel(nn.Module):
+    """In evaluation it runs other operators than in training; its scores are needed by no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4)
+        )
+        self.head = nn.Linear(8, VOCABULARY)
+        self.double()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block(nn.functional.dropout(hidden, 0.1, self.training))
+        logits = self.head(hidden)
+        outputs = {"logits": logits, "scores": logits.softmax(-1).amax(-1)}
+        if labels is not None:
+            outputs["loss"] = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return outputs
+
+
+def predict_with_split_operators(_rank: int, jobs: list[tuple[Any, Plan]]) -> list[int]:
+    """Compare with the whole model; return the tokens counted in two steps of one sample of five."""
+    counted = []
+    for factory, plan in jobs:
+        sample = token_batch(8, seed=0)
+        model = parallelize(factory, plan, sample_batch=sample)
+        whole = reference_model(factory).eval()
+        for num_samples in (8, 5, 1):
+            batch = token_batch(num_samples, seed=num_samples)
+            for given in (batch, {"input_ids": batch["input_ids"]}):
+                wanted = dict(whole(**given))
+                found = dict(model.predict(given))
+                assert set(found) == set(wanted)
+                for name, tensor in found.items():
+                    torch.testing.assert_close(tensor, wanted[name], rtol=1e-12, atol=1e-12)
+        for num_samples in (5, 1):
+            batch = token_batch(num_samples, seed=num_samples)
+            loss, norm = model.compute_gradients(batch).loss, model.compute_gradients(batch).gradient_norm
+            print(factory, num_samples, loss - whole(**batch)["loss"].item())
+        if factory is tied_llama:
+            trainer = Trainer(model, _OneSample(), Path(), show_progress=False)
+            counted = [trainer.train(num_steps).num_tokens for num_steps in (1, 2)]
+    return counted
+
+
+class _OneSample:
+    """One sample of five tokens in each step."""
+
+    def training_batch(self, step: int, _num_samples: int) -> dict[str, torch.Tensor]:
+        return token_batch(1, seed=step, length=5)
+
+
+def split_plan(factory: Any, mesh: Mesh, labels: tuple[str, ...]) -> Plan:
+    plan = make_plan(mesh, labels, ScheduleSpec("1f1b", 4), global_batch=8)
+    module = build_deferred(factory).module
+    costs = ShardingCosts(2, link_latency_s=0.0, held_activation_s_per_byte=1e-9)  # all that can be split is
+    return replace(plan, sharding=plan_module_sharding(module, token_batch(2, seed=0), 2, costs=costs))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("pp", [1, 2])
+def test_outputs_of_split_operators_come_back_whole(pp: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """With labels and without, evaluation unlike training, batches that do not divide; with pipelines too.
+
+    B57: one sample of five tokens counts five, however many processes share its operators.
+    """
+    monkeypatch.chdir(tmp_path)
+    cuts = {1: ("", ""), 2: ("model.layers.2", "blocks.2")}[pp]
+    jobs = [
+        (factory, split_plan(factory, Mesh(pp=pp, tp=2), ("",) if pp == 1 else ("", cut)))
+        for factory, cut in zip((tied_llama, DroppingModel), cuts, strict=True)
+    ]
+    assert all(plan.sharding.parameters for _, plan in jobs)
+    assert run_distributed(predict_with_split_operators, 2 * pp, jobs) == [[5, 5]] * 2 * pp

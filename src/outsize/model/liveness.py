@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from outsize.model.program import Node, NodeKind, Program, Ref
 
-__all__ = ["buffer_writers", "live_nodes", "wanted_values"]
+__all__ = ["buffer_writers", "live_nodes", "output_values", "wanted_values"]
 
 
 def wanted_values(program: Program) -> tuple[int, ...]:
     """Return the values a program is run for: the loss where it has one, else every output."""
     if program.loss_value is not None:
         return (program.loss_value,)
+    return output_values(program)
+
+
+def output_values(program: Program) -> tuple[int, ...]:
+    """Return the values that the program returns, each once."""
     return tuple(dict.fromkeys(leaf.value for leaf in program.outputs if isinstance(leaf, Ref)))
 
 
@@ -35,8 +42,8 @@ def _written(node: Node) -> tuple[int, ...]:
     return node.inputs if is_undeclared and node.kind is NodeKind.OPERATOR else node.mutates
 
 
-def live_nodes(program: Program) -> list[int]:
-    """Return indices of the nodes that :func:`wanted_values` need, in order.
+def live_nodes(program: Program, wanted: Iterable[int] | None = None) -> list[int]:
+    """Return indices of the nodes that ``wanted`` values (:func:`wanted_values`) need, in order.
 
     In-place writes to a storage that is needed are needed too, and with them what they read; so are writes to
     buffers, which the next step may read.
@@ -47,7 +54,8 @@ def live_nodes(program: Program) -> list[int]:
         for value in node.mutates:
             writers.setdefault(program.storages[value], []).append(index)
     live: set[int] = set()
-    stack = [producers[value] for value in wanted_values(program)] + [*buffer_writers(program)]
+    wanted = wanted_values(program) if wanted is None else wanted
+    stack = [producers[value] for value in wanted] + [*buffer_writers(program)]
     while stack:
         index = stack.pop()
         if index in live:

@@ -44,6 +44,7 @@ class Executions:
         mesh: ProcessMesh,
         state: StateSharding,
         whole: Mapping[str, nn.Parameter] | None = None,
+        first_recording: Program | None = None,
     ) -> None:
         self._deferred, self._layout, self._plan, self._mesh, self._state = (
             deferred,
@@ -54,6 +55,8 @@ class Executions:
         )
         parameters = deferred.module.named_parameters(remove_duplicate=False)
         self._whole = dict(parameters) if whole is None else whole  # before shards take their place
+        self._keeps_outputs = first_recording is not None  # of split operators too; else the loss alone
+        self._first_recording = first_recording  # that the plan is for; others may have other operators
         self._placements: list[tuple[object, StagePlacement]] = []  # newest last
         self._stages: dict[StagePlacement, dict[int, StageModule]] = {}
         self._executors: dict[tuple[StagePlacement, ...], StageExecutor] = {}
@@ -83,15 +86,28 @@ class Executions:
                 self._batch(entries),
                 granularity="blocks" if self._plan.sharding is None else "operators",
             )
-        made = place_stages(self._plan, recording, self._mesh.coordinates["tp"])
+        made = place_stages(
+            self._plan,
+            recording,
+            self._mesh.coordinates["tp"],
+            planned_for=self._first_recording,
+            keeps_outputs=self._keeps_outputs,
+        )
+        if self._first_recording is None:
+            self._first_recording = recording
         self._placements.append((key, made))
         if len(self._placements) > MAX_KEPT:
             self._forget(self._placements.pop(0)[1])
         return made
 
     def for_batches_of(self, layout: BatchLayout) -> Executions:
-        """Return what runs batches of another layout, such as without labels, on the same module."""
-        return Executions(self._deferred, layout, self._plan, self._mesh, self._state, self._whole)
+        """Return what runs batches of another layout, such as without labels, on the same module.
+
+        All outputs are kept, also where operators are split.
+        """
+        return Executions(
+            self._deferred, layout, self._plan, self._mesh, self._state, self._whole, self._first_recording
+        )
 
     def executor(self, placements: Sequence[StagePlacement]) -> StageExecutor:
         """Return what runs one pass of the schedule, given the recording of each micro-batch."""

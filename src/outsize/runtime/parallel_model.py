@@ -153,7 +153,6 @@ class ParallelModel:
 
         Raises:
             BatchError: too many samples, or an output that cannot be put together from micro-batches.
-            PlanError: the plan splits operators.
         """
         layout = flatten_batch(batch)[1]
         with readable_out_of_memory(self.mesh.rank, self.plan.device_memory_bytes, "predicting"):

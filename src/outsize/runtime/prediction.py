@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_unflatten
 
-from outsize.errors import BatchError, PlanError
+from outsize.errors import BatchError
 from outsize.model.batch_entries import BatchLayout, flatten_batch
 from outsize.model.program import NodeKind, Program, Ref
 from outsize.plan.plan import Plan
@@ -35,12 +35,6 @@ class Predictor:
     """Predicts for batches of one layout, which may lack what only training needs, such as labels."""
 
     def __init__(self, executions: Executions, plan: Plan, mesh: ProcessMesh, sample_batch: Any) -> None:
-        if plan.sharding is not None:
-            raise PlanError(
-                "Outputs cannot be predicted where operators are split.",
-                why="Of such a model the loss alone is put together from its shards.",
-                attempt="the same checkpoint under a plan of pipelines and replicas, without tp.",
-            )
         entries, self._layout = flatten_batch(sample_batch)
         self._form = BatchForm.of(entries)
         self._executions = executions.for_batches_of(self._layout)

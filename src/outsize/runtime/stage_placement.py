@@ -38,8 +38,17 @@ class StagePlacement:
         return [part for part in self.slices if ranks[part.index] == pipeline_rank]
 
 
-def place_stages(plan: Plan, recording: Program, tensor_parallel_rank: int) -> StagePlacement:
+def place_stages(
+    plan: Plan,
+    recording: Program,
+    tensor_parallel_rank: int,
+    *,
+    planned_for: Program | None = None,
+    keeps_outputs: bool = False,
+) -> StagePlacement:
     """Lower the recording where the plan splits operators, cut it where the plan says, make its schedule.
+
+    ``planned_for`` and ``keeps_outputs`` are for recordings unlike the plan's: see :func:`lower`.
 
     Raises:
         PlanError: the plan's cuts are not cuts of this program, or its schedule cannot run.
@@ -59,7 +68,13 @@ def place_stages(plan: Plan, recording: Program, tensor_parallel_rank: int) -> S
     validate_schedule(schedule)
     program = recording
     if plan.sharding is not None:
-        program = lower(recording, plan.sharding, rank=tensor_parallel_rank)
+        program = lower(
+            recording,
+            plan.sharding,
+            rank=tensor_parallel_rank,
+            planned_for=planned_for,
+            keeps_outputs=keeps_outputs,
+        )
     return StagePlacement(recording, program, _cut(plan, program), schedule)
 
 

@@ -10,7 +10,7 @@ is converted once, just before the first of them, so that their gradients meet b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from outsize.errors import PlanError
 from outsize.model.batched_products import unflatten_batched_products
 from outsize.model.fingerprint import operator_fingerprint
-from outsize.model.liveness import wanted_values
+from outsize.model.liveness import output_values, wanted_values
 from outsize.model.operator_rules.discover import RANDOM_BY_ELEMENT
 from outsize.model.operator_rules.hand_rules import Part
 from outsize.model.operator_rules.placement import Placement, Replicate, Shard, parse_placement
@@ -29,6 +29,7 @@ from outsize.model.operator_rules.shards import local_shape, shard_of
 from outsize.model.program import LossTerm, Node, NodeKind, Program, Ref, TensorSpec
 from outsize.plan.sharding import REPLICATED, UNUSED, Sharding
 from outsize.runtime.collectives import Conversion, OwnRandomStream, SplitKernel
+from outsize.runtime.matched_choices import matched_choices
 
 __all__ = ["lower", "parameter_placements", "select_shard"]
 
@@ -36,10 +37,20 @@ _ONE_TENSOR = tree_flatten(((0,), {}))[1]
 _RESHAPED = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
-def lower(program: Program, sharding: Sharding, *, rank: int = 0, axis: str = "tp") -> Program:
+def lower(
+    program: Program,
+    sharding: Sharding,
+    *,
+    rank: int = 0,
+    axis: str = "tp",
+    planned_for: Program | None = None,
+    keeps_outputs: bool = False,
+) -> Program:
     """Return the program of ``rank`` on the axis; those of other ranks differ in sizes cut unevenly.
 
-    Of the model's outputs it keeps the loss, where there is one.
+    Of the model's outputs it keeps the loss, where there is one, or all. With ``planned_for``, a recording of
+    the same model that the split was decided for, this one may have other operators and sizes, as without
+    labels or for one sample: each rank runs those whole that were not planned or do not divide.
 
     Raises:
         PlanError: the sharding was made for another model, or sizes do not divide as it needs.
@@ -48,13 +59,19 @@ def lower(program: Program, sharding: Sharding, *, rank: int = 0, axis: str = "t
     fingerprint = operator_fingerprint(program)
     if sharding.evaluation is not None and fingerprint == sharding.evaluation.fingerprint:
         sharding = sharding.evaluation
-    if fingerprint != sharding.fingerprint or len(sharding.choices) != len(program.nodes):
+    wanted = output_values(program) if keeps_outputs else wanted_values(program)
+    is_planned = fingerprint == sharding.fingerprint and len(sharding.choices) == len(program.nodes)
+    if planned_for is not None and (keeps_outputs or not is_planned):
+        known = program if is_planned else unflatten_batched_products(planned_for)
+        choices = matched_choices(program, known, sharding.choices, wanted)
+        sharding = replace(sharding, choices=choices)
+    elif not is_planned:
         raise PlanError(
             "The plan's operator splits do not belong to this model.",
             why="the recorded operators differ from those the plan was made for",
             attempt="plan again for this model",
         )
-    return _Lowering(program, sharding, rank, axis).run()
+    return _Lowering(program, sharding, rank, axis, may_run_whole=planned_for is not None).run(wanted)
 
 
 def parameter_placements(sharding: Sharding) -> dict[str, Shard]:
@@ -76,8 +93,11 @@ def select_shard(sharding: Sharding, rank: int) -> Callable[[str, torch.Tensor],
 
 
 class _Lowering:
-    def __init__(self, program: Program, sharding: Sharding, rank: int, axis: str) -> None:
+    def __init__(
+        self, program: Program, sharding: Sharding, rank: int, axis: str, *, may_run_whole: bool
+    ) -> None:
         self.program, self.degree, self.rank, self.axis = program, sharding.degree, rank, axis
+        self.may_run_whole = may_run_whole
         self.rules = [
             OperatorRule(
                 inputs=tuple(map(parse_placement, rule.inputs)),
@@ -97,14 +117,12 @@ class _Lowering:
         self._next_value = max(program.specs, default=-1) + 1
         self._next_storage = max(program.storages.values(), default=-1) + 1
 
-    def run(self) -> Program:
-        """Return the lowered program."""
+    def run(self, values: Sequence[int]) -> Program:
+        """Return the lowered program, of whose outputs it keeps ``values``."""
         for index, node in enumerate(self.program.nodes):
             if self.choices[index] != UNUSED:
                 self._lower_node(index, node)
-        wanted = {
-            value: self._as(value, Replicate(), self.nodes[-1]) for value in wanted_values(self.program)
-        }
+        wanted = {value: self._as(value, Replicate(), self.nodes[-1]) for value in values}
         loss = self.program.loss_value
         return replace(
             self.program,
@@ -119,9 +137,22 @@ class _Lowering:
 
     def _rule(self, index: int, node: Node) -> OperatorRule:
         choice = self.choices[index]
+        whole = OperatorRule.replicated(len(node.inputs), len(node.outputs))
         if choice == REPLICATED:
-            return OperatorRule.replicated(len(node.inputs), len(node.outputs))
-        return self.rules[choice]
+            return whole
+        rule = self.rules[choice]
+        may_run_whole = self.may_run_whole and node.kind is NodeKind.OPERATOR and not node.mutates
+        return whole if may_run_whole and not self._fits(rule, node) else rule
+
+    def _fits(self, rule: OperatorRule, node: Node) -> bool:
+        """Whether all that the rule divides can be divided: a batch of another size may not."""
+        pairs = [*zip(rule.inputs, node.inputs, strict=True), *zip(rule.outputs, node.outputs, strict=True)]
+        sizes = [node.arguments[position] for position in rule.local_arguments]
+        return all(
+            placement.fits(self.program.specs[value].shape, self.degree)
+            for placement, value in pairs
+            if isinstance(placement, Shard)
+        ) and all(rule.local_size(size, self.degree, self.rank) is not None for size in sizes)
 
     def _lower_node(self, index: int, node: Node) -> None:
         rule = self._rule(index, node)
