@@ -20,7 +20,7 @@ from outsize.cost.ranks import Ranks
 from outsize.plan.plan import MEMORY_CATEGORIES
 from outsize.units import MIB
 
-__all__ = ["BUCKET_BYTES", "StateBytes", "estimate_memory", "memory_by_rank", "state_bytes"]
+__all__ = ["StateBytes", "estimate_memory", "memory_by_rank", "message_bytes", "state_bytes"]
 
 BUCKET_BYTES = 25 * MIB  # gradients are reduced in buckets of this size
 
@@ -60,16 +60,26 @@ def state_bytes(
     return StateBytes(held, gradients, states)
 
 
+def message_bytes(gradients: Any, largest: Any, layout: Layout, per: BytesPerParameter) -> Any:
+    """Return the bytes of gradients on their way between replicas: two buckets, or one block's."""
+    if layout.num_replicas == 1:
+        return 0.0
+    if layout.num_state_shards > 1 and layout.state_sharding in {"gradients", "full"}:
+        return largest * per.gradient
+    return np.minimum(2.0 * BUCKET_BYTES, gradients)
+
+
 def estimate_memory(job: Job, layout: Layout, costs: BlockCosts, assignment: Assignment) -> dict[str, Array]:
     """Return the peak bytes of a device on each pipeline rank, by category."""
     ranks = Ranks(layout, assignment)
     tied = ranks.tied_elsewhere(costs)
     parameters = ranks.total(costs.parameters) + tied
     trainable = ranks.total(costs.trainable) + tied
-    state = state_bytes(parameters, trainable, ranks.largest(costs.parameters), layout, job.state)
+    largest = ranks.largest(costs.parameters)
+    state = state_bytes(parameters, trainable, largest, layout, job.state)
     modes = assignment.modes
     blocks = np.arange(len(modes))
-    buckets = np.minimum(2.0 * BUCKET_BYTES, state.gradients) if layout.num_replicas > 1 else 0.0
+    messages = message_bytes(state.gradients, largest, layout, job.state)
     return {
         "parameters": state.parameters + ranks.total(costs.buffer_bytes),
         "gradients": state.gradients,
@@ -82,7 +92,7 @@ def estimate_memory(job: Job, layout: Layout, costs: BlockCosts, assignment: Ass
             for_weights=costs.weight_gradient_by_mode[modes, blocks],
         ),
         "temporaries": ranks.largest(costs.temporary_by_mode[modes, blocks]),
-        "communication_buffers": job.software.bucket_bytes + buckets + 2.0 * ranks.crossing_bytes(costs),
+        "communication_buffers": job.software.bucket_bytes + messages + 2.0 * ranks.crossing_bytes(costs),
         "reserve": np.full(layout.mesh.pp, float(job.cluster.weakest_device().reserve_bytes)),
     }
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from outsize.cost.blocks import BlockCosts
 from outsize.cost.idle_share import idle_share
 from outsize.cost.layout import RECOMPUTE_MODES, Assignment, Job, Layout
-from outsize.cost.memory import BUCKET_BYTES, estimate_memory
+from outsize.cost.memory import estimate_memory, message_bytes
 from outsize.cost.replicas import gather_wait_s, optimizer_s, reduce_wait_s
 from outsize.cost.step import sent_parts, stage_devices, stage_link
 from outsize.model.profile import ModelProfile
@@ -174,12 +174,12 @@ class _StageTables:
             gradients = gradients / shards + largest * per.gradient
         if shards > 1 and layout.state_sharding == "full":
             parameters = parameters / shards + 2 * largest * per.parameter
-        buckets = np.minimum(2.0 * BUCKET_BYTES, gradients) if layout.num_replicas > 1 else 0.0
+        messages = message_bytes(gradients, largest, layout, per)
         received = np.concatenate([[0.0], costs.output_bytes[:-1], [0.0]])
         sent = np.concatenate([[0.0], costs.output_bytes[:-1], [0.0]])
         buffers = _ranges(costs.buffer_bytes) + 2 * (received[:, None] + sent[None, :])
         states = 0.0 if layout.state_sharding == "servers" else trained * per.optimizer_state / shards
-        result: Array = parameters + gradients + states + buckets + buffers
+        result: Array = parameters + gradients + states + messages + buffers
         return result
 
     def tail_s(self, legal: list[int]) -> Array:

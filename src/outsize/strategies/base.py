@@ -33,7 +33,7 @@ class Space:
 
 
 # What the runtime executes today, and everything that can be costed.
-RUNNABLE = Space(("pp", "dp", "tp"), 1, False, ("none",), False)
+RUNNABLE = Space(("pp", "dp", "fsdp", "tp"), 1, False, STATE_SHARDINGS, False)
 ALL_LAYOUTS = Space(
     ("pp", "dp", "fsdp", "cp", "tp", "ep"),
     max_virtual_stages=24,

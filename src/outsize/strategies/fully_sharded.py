@@ -29,11 +29,15 @@ class FullySharded(Strategy):
             return Reason(ReasonCode.ONE_DEVICE, "one device has no other to share its state with")
         return None
 
-    def meshes(self, job: Job, space: Space) -> Iterator[tuple[Mesh, str]]:  # noqa: ARG002
-        """Yield sharding over all devices, and inside a machine with replicas across (hybrid)."""
+    def meshes(self, job: Job, space: Space) -> Iterator[tuple[Mesh, str]]:
+        """Yield sharding over all devices, and inside a machine with replicas across (hybrid).
+
+        Of all state, or, where that is faster, of gradients and optimizer states or of the latter alone.
+        """
         per_machine = len(job.cluster.machines[0].devices)
         for degree in world_sizes(job.cluster.num_devices):
-            if degree > 1:
-                yield Mesh(fsdp=degree), "full"
-            if degree > per_machine > 1 and degree % per_machine == 0:
-                yield Mesh(dp=degree // per_machine, fsdp=per_machine), "full"
+            for level in reversed(space.state_shardings[1:]):
+                if degree > 1:
+                    yield Mesh(fsdp=degree), level
+                if degree > per_machine > 1 and degree % per_machine == 0:
+                    yield Mesh(dp=degree // per_machine, fsdp=per_machine), level
