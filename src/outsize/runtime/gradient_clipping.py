@@ -9,7 +9,7 @@ from torch import nn
 
 from outsize.runtime.mesh import ProcessMesh
 
-__all__ = ["clip_gradients", "compute_gradient_norm"]
+__all__ = ["clip_gradients", "compute_gradient_norm", "sum_of_squares"]
 
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same
 
@@ -25,13 +25,13 @@ def compute_gradient_norm(
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for parameter in counted:
         if parameter.grad is not None:
-            total += _sum_of_squares(parameter.grad)
+            total += sum_of_squares(parameter.grad)
     for axis in axes:
         mesh.sum_over(axis, total)
     return total.sqrt()
 
 
-def _sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
+def sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
     """Return a float64 scalar: norms of rows in single precision at least, their squares added in double.
 
     In double throughout it takes six times as long and a copy of the gradient; in single throughout four

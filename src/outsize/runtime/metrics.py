@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["EvaluationMetrics", "MetricsFile", "StepMetrics"]
+__all__ = ["EvaluationMetrics", "MetricsFile", "StepMetrics", "UpdateMetrics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,25 @@ class EvaluationMetrics:
     validation_loss: float
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateMetrics:
+    """One update on parameter servers; where a global batch had parts, with what each part's worker says."""
+
+    step: int
+    loss: float
+    num_tokens: int  # of this update
+    step_time_s: float  # of the slowest part, with pull and push
+    workers: list[int]
+    peak_memory_bytes: list[int | None]
+
+
 class MetricsFile:
     """Appends each record as one line; ``path`` None writes nothing (every process but the first)."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
-    def write(self, metrics: StepMetrics | EvaluationMetrics) -> None:
+    def write(self, metrics: StepMetrics | EvaluationMetrics | UpdateMetrics) -> None:
         """Append a record."""
         if self._path is not None:
             with self._path.open("a") as file:

@@ -69,17 +69,24 @@ class ServerClient:
     def _servers_must_agree(self) -> bool:
         return self.settings.policy.staleness_bound is not None and self.layout.num_servers > 1
 
-    def pull(self, rows: Mapping[str, torch.Tensor] | None = None, *, dense: bool = True) -> Pulled:
+    def pull(
+        self,
+        rows: Mapping[str, torch.Tensor] | None = None,
+        *,
+        dense: bool = True,
+        minimum_version: int | None = None,
+    ) -> Pulled:
         """Return the parameters, and the rows of tables that ``rows`` names by their indices.
 
-        Waits where the policy wants the pushes of others first.
+        Waits where the policy wants the pushes of others first, or for ``minimum_version`` where it is given.
 
         Raises:
             ServerLostError: a server died.
             TrainingError: the version waited for did not come, or a row does not exist.
         """
         routing = RowRouting(self.layout, rows or {})
-        minimum = [self._minimum_version] * len(self._sessions)
+        least = self._minimum_version if minimum_version is None else minimum_version
+        minimum = [least] * len(self._sessions)
         if self._servers_must_agree and self._was_dropped:
             minimum[1:] = [0] * (len(minimum) - 1)  # only server 0 knows whether the update is open again
         answers = [torch.empty(0, dtype=torch.uint8)] * len(self._sessions)
@@ -123,6 +130,13 @@ class ServerClient:
             if self._servers_must_agree
             else self._push_all(buffers, push_id)
         )
+
+    def pull_more_rows(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return rows for the step whose parameters were pulled before: its push counts from that version."""
+        versions = list(self.versions)
+        pulled = self.pull(rows, dense=False, minimum_version=0).rows
+        self.versions = versions
+        return pulled
 
     def claim(self, push_id: int) -> Message:
         """Ask server 0 whether a push from the last pull counts; where servers must agree, ``push`` does."""

@@ -43,15 +43,18 @@ class StepContext:
         rows: Mapping[str, torch.Tensor] | None = None,
         *,
         dense: bool = True,
+        minimum_version: int | None = None,
     ) -> PushOutcome:
         """Pull, compute and push, again for as long as the push is refused as stale.
+
+        ``minimum_version`` waits for that version, whatever this worker pushed last.
 
         The step's push id makes this one update at most, also when the step is repeated elsewhere; use it
         once in a step. A pull and its gradients are all the servers need to know about a model.
         """
         outcome = PushOutcome.STALE
         while outcome is PushOutcome.STALE:
-            gradients = compute(self.servers.pull(rows, dense=dense))
+            gradients = compute(self.servers.pull(rows, dense=dense, minimum_version=minimum_version))
             outcome = self.servers.push(gradients.dense, gradients.rows, push_id=self.push_id)
         return outcome
 
