@@ -33,8 +33,16 @@ MAX_KEPT = 16  # recordings; when batches keep changing, the oldest go
 class Executions:
     """Finds, or makes, what runs micro-batches of given shapes in the module's present mode."""
 
-    def __init__(self, deferred: DeferredModel, layout: BatchLayout, plan: Plan, mesh: ProcessMesh) -> None:
+    def __init__(
+        self,
+        deferred: DeferredModel,
+        layout: BatchLayout,
+        with_samples: frozenset[str],
+        plan: Plan,
+        mesh: ProcessMesh,
+    ) -> None:
         self._deferred, self._layout, self._plan, self._mesh = deferred, layout, plan, mesh
+        self._with_samples = with_samples
         parameters = deferred.module.named_parameters(remove_duplicate=False)
         self._whole = dict(parameters) if plan.sharding is not None else {}  # before shards take their place
         self._placements: list[tuple[object, StagePlacement]] = []  # newest last
@@ -65,6 +73,7 @@ class Executions:
                 self._deferred.module,
                 self._batch(entries),
                 granularity="blocks" if self._plan.sharding is None else "operators",
+                with_samples=self._with_samples,
             )
         made = place_stages(self._plan, recording, self._mesh.coordinates["tp"])
         self._placements.append((key, made))
@@ -72,9 +81,9 @@ class Executions:
             self._forget(self._placements.pop(0)[1])
         return made
 
-    def for_batches_of(self, layout: BatchLayout) -> Executions:
+    def for_batches_of(self, layout: BatchLayout, with_samples: frozenset[str]) -> Executions:
         """Return what runs batches of another layout, such as without labels, on the same module."""
-        return Executions(self._deferred, layout, self._plan, self._mesh)
+        return Executions(self._deferred, layout, with_samples, self._plan, self._mesh)
 
     def executor(self, placements: Sequence[StagePlacement]) -> StageExecutor:
         """Return what runs one pass of the schedule, given the recording of each micro-batch."""

@@ -43,7 +43,7 @@ class Predictor:
             )
         entries, self._layout = flatten_batch(sample_batch)
         self._form = BatchForm.of(entries)
-        self._executions = executions.for_batches_of(self._layout)
+        self._executions = executions.for_batches_of(self._layout, self._form.with_samples)
         self._splitter = BatchSplitter(
             self._form, plan, self._executions, mesh.coordinates["dp"], mesh.device
         )
