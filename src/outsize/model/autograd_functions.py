@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from outsize.model.program import NodeKind
@@ -21,27 +21,27 @@ def autograd_functions_recorded(recorder: Recorder) -> Iterator[None]:
 
     Its forward runs without gradients, so that the operators in it would be recorded as constants.
     """
-    original = torch.autograd.Function.__dict__["apply"]
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        call = original.__get__(None, cls)
+    def apply(cls: Any, *args: Any) -> Any:
+        call = super(_SingleLevelFunction, cls).apply
         # operators of libraries have such functions inside, and are recorded themselves
         if recorder.leaf is None and cls is CheckpointFunction:
             function, _, *inputs = args  # recomputation is up to the plan; what is computed is recorded
             return function(*inputs)
         if recorder.leaf is not None or cls.__module__.startswith("torch."):
-            return call(*args, **kwargs)
-        arguments = recorder.flatten_arguments(args, kwargs)
+            return call(*args)
+        arguments = recorder.flatten_arguments(args, {})
         recorder.leaf = cls.__qualname__
         try:
-            result = call(*args, **kwargs)
+            result = call(*args)
         finally:
             recorder.leaf = None
-        recorder.add_call(NodeKind.OPERATOR, call, arguments, result)
+        recorder.add_call(NodeKind.OPERATOR, cls.apply, arguments, result)
         return result
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    # the base class: Function.apply ends there, also where it was kept by another name before
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]

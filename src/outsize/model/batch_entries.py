@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_u
 
 from outsize.errors import BatchError
 
-__all__ = ["BatchLayout", "flatten_batch"]
+__all__ = ["BatchLayout", "flatten_batch", "sample_entries"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,12 @@ def flatten_batch(batch: Any) -> tuple[dict[str, torch.Tensor], BatchLayout]:
             attempt="give a dict of keyword tensors, a tuple of positional ones, or one tensor",
         )
     return entries, BatchLayout(tuple(names), tuple(constants), structure, is_keywords)
+
+
+def sample_entries(entries: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Return the entries that hold samples: those with as many rows as the first entry that has dims."""
+    num_rows = next((tensor.shape[0] for tensor in entries.values() if tensor.dim()), None)
+    return frozenset(name for name, each in entries.items() if each.dim() and each.shape[0] == num_rows)
 
 
 def _path_name(path: tuple[Any, ...]) -> str:

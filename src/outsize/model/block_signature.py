@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from outsize.model.program import Node, NodeKind, Program, Ref
 from outsize.model.slice import Slice
@@ -59,13 +60,18 @@ def module_signature(module: nn.Module) -> tuple[Hashable, ...]:
     return tuple(
         (
             name,
-            type(part),
+            _class_of(part),
             part.training,
             tuple(sorted(_settings(part))),
             tuple(_tensors(part)),
         )
         for name, part in module.named_modules()
     )
+
+
+def _class_of(part: nn.Module) -> Hashable:
+    """Return the class; torch makes one for each parametrised module, of which the one below counts."""
+    return ("parametrised", type(part).__mro__[1]) if is_parametrized(part) else (type(part),)
 
 
 def _settings(part: nn.Module) -> Iterator[tuple[str, str]]:

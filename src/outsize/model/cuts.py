@@ -9,7 +9,7 @@ from outsize.model.liveness import buffer_writers
 from outsize.model.program import CutPoint, NodeKind, Program
 from outsize.model.slice import slice_program, tainted_nodes
 
-__all__ = ["cut_points", "find_cut"]
+__all__ = ["cut_points", "find_cut", "parts_writes"]
 
 
 def cut_points(program: Program, labels: list[str] | None = None) -> list[CutPoint]:
@@ -25,17 +25,31 @@ def cut_points(program: Program, labels: list[str] | None = None) -> list[CutPoi
     if labels is None:
         labels = [label for label, _ in _block_calls(program)]
     found = []
-    tainted = tainted_nodes(program)
-    spans = _spans_of_buffers(program, tainted) + _spans_of_writes(program, tainted)
+    spans = _spans_of_writing(program)
     for label in labels:
         index = find_cut(program, label)
-        if index == 0 or any(first < index <= last for first, last in spans):
+        if index == 0 or _is_within(index, spans):
             continue
         before, after = slice_program(program, [index])
         if before.sent and (before.modules or before.parameters) and (after.modules or after.parameters):
             num_bytes = sum(program.specs[value].num_bytes for value in before.sent)
             found.append(CutPoint(index, label, before.sent, num_bytes))
     return found
+
+
+def parts_writes(program: Program, cuts: Sequence[int]) -> bool:
+    """Tell whether a cut comes between memory and a later write into it, which makes it illegal."""
+    spans = _spans_of_writing(program)
+    return any(_is_within(index, spans) for index in cuts)
+
+
+def _is_within(index: int, spans: Sequence[tuple[int, int]]) -> bool:
+    return any(first < index <= last for first, last in spans)
+
+
+def _spans_of_writing(program: Program) -> list[tuple[int, int]]:
+    tainted = tainted_nodes(program)
+    return _spans_of_buffers(program, tainted) + _spans_of_writes(program, tainted)
 
 
 def find_cut(program: Program, label: str) -> int:

@@ -9,6 +9,7 @@ from torch import nn
 
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.factory_log import FactoryLog
+from outsize.model.unrecordable import refuse_unrecordable
 
 __all__ = ["DeferredModel", "apply_materialised", "build_deferred"]
 
@@ -91,6 +92,7 @@ def build_deferred(factory: Callable[[], nn.Module], *, seed: int = 0) -> Deferr
 
     Raises:
         ModelError: the factory fails, or returns something that is not a module.
+        RecordingError: the module is of a kind that cannot be recorded.
     """
     log = FactoryLog(seed)
     try:
@@ -110,6 +112,7 @@ def build_deferred(factory: Callable[[], nn.Module], *, seed: int = 0) -> Deferr
             f"the model factory returned {type(module).__name__}, not a torch.nn.Module",
             attempt="return the module, or the module and a sample batch",
         )
+    refuse_unrecordable(module)
     return DeferredModel(module, log)
 
 

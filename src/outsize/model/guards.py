@@ -21,7 +21,7 @@ def broken_guards(program: Program, entries: Mapping[str, torch.Tensor]) -> list
     """
     broken = []
     for guard in program.guards:
-        value = evaluate_from_batch(program, guard.value, entries)
+        value = evaluate_from_batch(program, guard.value, entries, before=guard.at)
         found = _what_was_taken(value, is_shape=isinstance(guard.expected, tuple))
         if found != guard.expected:
             broken.append(f"{guard.source} read {guard.expected} when recorded, {found} from this batch")

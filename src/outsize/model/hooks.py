@@ -1,37 +1,52 @@
-"""Hooks on modules, which act on calls that a recording makes or leaves out."""
+"""Hooks in a module that is recorded."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
 from torch import nn
 
 from outsize.errors import RecordingError
+from outsize.model.recorder import Recorder
+from outsize.model.user_frame import user_frame
 
-__all__ = ["hook_warnings", "refuse_backward_hooks"]
+__all__ = ["blocks_with_forward_hooks", "gradient_hooks_refused"]
 
 
-def refuse_backward_hooks(module: nn.Module) -> None:
-    """Refuse modules with hooks on their gradients.
+def blocks_with_forward_hooks(module: nn.Module, blocks: Sequence[str]) -> set[str]:
+    """Return the blocks that have forward hooks, on them or inside: no two of them are sure to be alike."""
+    return {
+        name
+        for name in blocks
+        if any(
+            part._forward_hooks or part._forward_pre_hooks for part in module.get_submodule(name).modules()
+        )
+    }
 
-    Torch puts an autograd function around such a module whose backward a recording would not have: all
-    parameters before it would get no gradient.
+
+@contextmanager
+def gradient_hooks_refused(recorder: Recorder) -> Iterator[None]:
+    """Refuse hooks on the gradients of tensors between blocks while inside: a recording would not have them.
 
     Raises:
-        RecordingError: a module has backward hooks.
+        RecordingError: the forward registers one.
     """
-    for name, part in module.named_modules():
-        if part._backward_hooks or part._backward_pre_hooks:
+    original = torch.Tensor.register_hook
+
+    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        if recorder.leaf is None:
             raise RecordingError(
-                f"module {name or 'at the top'} has backward hooks",
-                why="gradients would not flow through it when blocks are called by themselves",
-                attempt="hooks on its parameters, or an autograd function in its forward",
+                f"the forward registers a hook on a tensor's gradient at {user_frame()}",
+                why="between blocks only operators are recorded, and the hook would not run",
+                attempt="an autograd function, or the hook inside a block with parameters",
             )
+        return original(tensor, hook)  # type: ignore[no-untyped-call]
 
-
-def hook_warnings(module: nn.Module, blocks: set[str]) -> list[str]:
-    """Warn of forward hooks on blocks: they run when the block is called, and were recorded around it too."""
-    return [
-        f"block {name} has forward hooks: what they change of its inputs or outputs is changed twice; "
-        "put such changes into forward"
-        for name in sorted(blocks)
-        if module.get_submodule(name)._forward_hooks or module.get_submodule(name)._forward_pre_hooks
-    ]
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.register_hook = original  # type: ignore[method-assign]

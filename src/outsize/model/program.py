@@ -12,7 +12,7 @@ their own. Values are numbered in the order they were made, so every list of nod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,18 @@ if TYPE_CHECKING:
 
     from outsize.model.stage_module import StageModule
 
-__all__ = ["CutPoint", "Guard", "LossTerm", "Node", "NodeKind", "Program", "Ref", "Rung", "TensorSpec"]
+__all__ = [
+    "CutPoint",
+    "Guard",
+    "LossPath",
+    "LossTerm",
+    "Node",
+    "NodeKind",
+    "Program",
+    "Ref",
+    "Rung",
+    "TensorSpec",
+]
 
 
 class NodeKind(StrEnum):
@@ -38,6 +49,7 @@ class NodeKind(StrEnum):
     CONSTANT = "constant"  # target: key into Program.constants
     MODULE = "module"  # target: full name of the leaf module
     OPERATOR = "operator"  # target: the ATen overload, or a collective after lowering
+    LOSS_SHARE = "loss_share"  # target: a loss term, by position; scales it by its share of the global batch
 
 
 class Rung(StrEnum):
@@ -99,27 +111,39 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """A mean inside the loss, so that micro-batches can be added up exactly.
+    """A part that the loss is linear in, so that those of micro-batches can be added up exactly.
 
-    ``value`` is the mean; it was taken over ``count`` elements, or, where that number depends on the
-    labels (``ignore_index``), over the elements of value ``target`` that differ from ``ignore_index``.
-    With ``is_sum`` it is a sum over the batch, which adds up as it is, and ``factor`` the plain number with
-    which it enters the loss. ``divisor`` is a value by which a sum was divided: it weighs the quotient.
+    ``value`` is its value (None: plain numbers that the loss adds). It is a mean over ``count`` elements, or,
+    where that number depends on the labels (``ignore_index``), over the elements of value ``target`` that
+    differ from ``ignore_index``. With ``is_sum`` it is a sum over the batch, which adds up as it is.
+    ``divisor`` is a value by which a sum was divided, computed from ``divisor_core``, which adds up over
+    micro-batches.
     """
 
-    node_index: int
-    value: int
+    value: int | None
     count: int | None = None
     target: int | None = None
     ignore_index: int | None = None
     is_sum: bool = False
-    factor: float = 1.0
     divisor: int | None = None
+    divisor_core: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LossPath:
+    """How the loss comes from its terms: arguments of nodes that are linear in them.
+
+    ``root`` is the term that the loss itself is, if it is one. ``edges`` has, by a node's output value and an
+    argument's position, the term that the argument is, or None where it lies on the path itself.
+    """
+
+    root: int | None = None
+    edges: Mapping[tuple[int, int], int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What the forward took from ``value``, which follows from the batch.
+    """What the forward took from ``value``, which follows from the batch, before node ``at``.
 
     A number, a shape as a tuple, or of a mask the number of its true elements.
     """
@@ -127,6 +151,7 @@ class Guard:
     value: int
     expected: bool | int | float | tuple[int, ...]
     source: str  # file:line
+    at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +180,9 @@ class Program:
     storages: dict[int, int]  # value -> id of its storage: equal ids alias
     loss_value: int | None = None  # the scalar that training differentiates
     loss_terms: tuple[LossTerm, ...] = ()
+    loss_path: LossPath = field(default_factory=LossPath)
+    num_samples: int = 1  # in the recorded batch
+    sample_entries: frozenset[str] = frozenset()  # entries of the batch whose first dim counts samples
     guards: tuple[Guard, ...] = ()  # hold for the recorded batch; others are checked
     rung: Rung = Rung.FAKE_TENSORS
     warnings: list[str] = field(default_factory=list)

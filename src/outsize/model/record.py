@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,18 +16,21 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path
 
 from outsize.errors import RecordingError
 from outsize.model.autograd_functions import autograd_functions_recorded
-from outsize.model.batch_entries import flatten_batch
+from outsize.model.batch_entries import flatten_batch, sample_entries
 from outsize.model.execution import Execution, on_shapes, on_values
-from outsize.model.hooks import hook_warnings, refuse_backward_hooks
+from outsize.model.hooks import blocks_with_forward_hooks, gradient_hooks_refused
+from outsize.model.in_place_writes import apply_out_of_place
 from outsize.model.kept_attributes import kept_attributes
 from outsize.model.leaves import choose_leaves, has_parameters, initially_open
 from outsize.model.library_settings import constants_readable, training_settings
-from outsize.model.loss_terms import find_loss_terms, settle_sums
+from outsize.model.loss_terms import find_loss_terms
+from outsize.model.output_classes import register_dataclasses
 from outsize.model.program import Node, NodeKind, Program, Rung, TensorSpec
 from outsize.model.recorder import LeafMustOpen, Recorder
 from outsize.model.repeated_calls import RepeatedCalls
 from outsize.model.slice import tainted_nodes
 from outsize.model.source import resize_batch
+from outsize.model.unrecordable import refuse_unrecordable
 
 __all__ = ["Granularity", "loss_tensor", "record_module"]
 
@@ -34,39 +38,46 @@ Granularity = Literal["blocks", "operators"]
 _MAX_RECORDINGS = 60
 
 
-def record_module(module: nn.Module, batch: Any, *, granularity: Granularity = "blocks") -> Program:
+def record_module(
+    module: nn.Module,
+    batch: Any,
+    *,
+    granularity: Granularity = "blocks",
+    with_samples: frozenset[str] | None = None,
+) -> Program:
     """Record ``module`` (on any device, meta included) called with ``batch``, without allocating memory.
 
     ``granularity="blocks"`` keeps blocks with parameters whole; ``"operators"`` records operators only.
+    ``with_samples`` names the entries of the batch whose first dim counts samples, if others by chance have
+    as many rows.
 
     Raises:
         RecordingError: the forward fails on tensors without values, or hides where a value comes from.
     """
+    if with_samples is None:
+        with_samples = sample_entries(flatten_batch(batch)[0])
+    record = partial(_record, module, granularity=granularity, with_samples=with_samples)
     try:
-        program = _record(module, batch, granularity, on_shapes, reuse=True)
+        program = record(batch, on_shapes, reuse=True)
     except RecordingError as error:
         # perhaps a block was needed that only looked like an earlier one, or values are
         rung = on_values if _has_values(module, batch) else on_shapes
-        program = _record(module, batch, granularity, rung, reuse=False)
+        program = record(batch, rung, reuse=False)
         if program.rung is Rung.REAL_TENSORS:
             program.warnings.append(f"recorded on real tensors, because {error.what}")
-    if any(term.is_sum for term in program.loss_terms):
-        _settle_sums(program, module, batch, granularity)
+    find_loss_terms(program, partial(_with_more_samples, record, program, batch))
     return program
 
 
-def _settle_sums(program: Program, module: nn.Module, batch: Any, granularity: Granularity) -> None:
-    """Record one sample more, to see whether a sum was divided by the number of samples."""
-    num_samples = _num_samples(flatten_batch(batch)[0])
+def _with_more_samples(
+    record: Callable[..., Program], program: Program, batch: Any, times: int
+) -> Program | None:
+    """Record the same with so many times the samples, or return None where that cannot be."""
     try:
-        larger = resize_batch(batch, num_samples + 1)
-        other = _record(module, larger, granularity, on_shapes, reuse=True)
-        settle_sums(program, num_samples, other, num_samples + 1)
+        larger = resize_batch(batch, times * program.num_samples, program.sample_entries)
+        return record(larger, on_shapes, reuse=True)
     except (RecordingError, ValueError):
-        program.warnings.append(
-            "the loss has a sum over the batch, and no recording with more samples tells whether "
-            "it stands for a mean over them: over several micro-batches it is taken for a sum"
-        )
+        return None
 
 
 def _has_values(module: nn.Module, batch: Any) -> bool:
@@ -77,12 +88,13 @@ def _has_values(module: nn.Module, batch: Any) -> bool:
 def _record(
     module: nn.Module,
     batch: Any,
-    granularity: Granularity,
     rung: Callable[..., AbstractContextManager[Execution]],
     *,
+    granularity: Granularity,
+    with_samples: frozenset[str],
     reuse: bool,
 ) -> Program:
-    refuse_backward_hooks(module)
+    refuse_unrecordable(module)
     entries, layout = flatten_batch(batch)
     opened = initially_open(module)
     for _ in range(_MAX_RECORDINGS):
@@ -97,8 +109,9 @@ def _record(
                 args, kwargs = layout.restore(execution.entries)
                 recorder = Recorder(module, execution)
                 output = _run(recorder, module, leaves, args, kwargs, reuse=reuse)
-                program = _finish(recorder, output, num_samples=_num_samples(entries))
-                program.warnings += hook_warnings(module, set(leaves))
+                program = _finish(recorder, output)
+                program.sample_entries = with_samples
+                program.num_samples = next((entries[name].shape[0] for name in with_samples), 1)
         except LeafMustOpen as signal:
             _open(module, opened, leaves, signal.names)
             continue
@@ -109,10 +122,6 @@ def _record(
         why="values kept leaving blocks by side channels",
         attempt="return such values from the block's forward instead of storing them on an object",
     )
-
-
-def _num_samples(entries: dict[str, torch.Tensor]) -> int:
-    return next((tensor.shape[0] for tensor in entries.values() if tensor.dim()), 1)
 
 
 def _open(module: nn.Module, opened: set[str], leaves: list[str], names: set[str]) -> None:
@@ -139,11 +148,14 @@ def _run(
     reuse: bool,
 ) -> Any:
     repeated = RepeatedCalls() if reuse else None
+    hooked = blocks_with_forward_hooks(module, leaves)  # before there are hooks that track modules
     with ExitStack() as stack:
-        stack.enter_context(_track_modules(recorder, module))
         stack.enter_context(autograd_functions_recorded(recorder))
+        stack.enter_context(gradient_hooks_refused(recorder))
         for name in leaves:
-            stack.enter_context(_leaf_calls_recorded(recorder, name, module.get_submodule(name), repeated))
+            known = None if name in hooked else repeated
+            stack.enter_context(_leaf_calls_recorded(recorder, name, module.get_submodule(name), known))
+        stack.enter_context(_track_modules(recorder, module))
         stack.enter_context(recorder)
         try:
             return module(*args, **kwargs)
@@ -190,17 +202,21 @@ def _leaving(recorder: Recorder) -> Callable[..., None]:
 def _leaf_calls_recorded(
     recorder: Recorder, name: str, leaf: nn.Module, repeated: RepeatedCalls | None
 ) -> Iterator[None]:
-    """Write a call of ``leaf`` as one node while inside."""
-    original = leaf.forward
+    """Write a call of ``leaf`` as one node, its hooks included, while inside."""
+    forward = leaf.forward
+    has_hooks = bool(leaf._forward_hooks or leaf._forward_pre_hooks)
+    held = [(part._parameters, dict(part._parameters)) for part in leaf.modules()]
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if recorder.leaf is not None:
-            return original(*args, **kwargs)
+    def record_call(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if recorder.leaf is not None or not _are_held(held):
+            return run(
+                *args, **kwargs
+            )  # with other parameters, as functional_call gives, it is not this block
         arguments = recorder.flatten_arguments(args, kwargs)
         versions = _versions(args, kwargs)
         recorder.leaf, recorder.leaf_is_random = name, False
         try:
-            result = _run_or_repeat(recorder, original, leaf, repeated, args, kwargs)
+            result = _run_or_repeat(recorder, run, leaf, repeated, args, kwargs)
         finally:
             recorder.leaf = None
         mutated = [tensor for tensor, version in versions if tensor._version != version]
@@ -209,15 +225,34 @@ def _leaf_calls_recorded(
         )
         return result
 
-    own = leaf.__dict__.get("forward")  # set by libraries that wrap modules
-    leaf.forward = forward
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return record_call(leaf._call_impl, args, kwargs)
+
+    def call_forward(*args: Any, **kwargs: Any) -> Any:
+        # called by itself it runs without hooks, which the recorded block would run
+        return forward(*args, **kwargs) if has_hooks else record_call(forward, args, kwargs)
+
+    with _replaced(leaf, "forward", call_forward), _replaced(leaf, "_compiled_call_impl", call):
+        yield
+
+
+def _are_held(tables: Sequence[tuple[Mapping[str, object], Mapping[str, object]]]) -> bool:
+    """Tell whether modules have the same parameters as before, by each one's table now and then."""
+    return all(now.get(name) is each for now, before in tables for name, each in before.items())
+
+
+@contextmanager
+def _replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Give a module another attribute while inside; it may have one of its own, set by a library."""
+    own = module.__dict__.get(name)
+    module.__dict__[name] = value
     try:
         yield
     finally:
         if own is None:
-            del leaf.__dict__["forward"]
+            del module.__dict__[name]
         else:
-            leaf.forward = own
+            module.__dict__[name] = own
 
 
 def _versions(args: Any, kwargs: Any) -> list[tuple[torch.Tensor, int]]:
@@ -250,7 +285,8 @@ def _run_or_repeat(
     return result
 
 
-def _finish(recorder: Recorder, output: Any, num_samples: int) -> Program:
+def _finish(recorder: Recorder, output: Any) -> Program:
+    register_dataclasses(output)
     leaves, structure = tree_flatten(output)
     references = tuple(
         recorder.reference(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
@@ -272,8 +308,8 @@ def _finish(recorder: Recorder, output: Any, num_samples: int) -> Program:
         rung=recorder.execution.rung,
         loss_value=None if loss is None else recorder.reference(loss).value,
     )
+    apply_out_of_place(program)
     _refuse_guards_on_parameters(program)
-    program.loss_terms = find_loss_terms(program, num_samples)
     return program
 
 
@@ -298,13 +334,20 @@ def _refuse_guards_on_parameters(program: Program) -> None:
 
 
 def loss_tensor(output: Any) -> torch.Tensor | None:
-    """Return the output named ``loss``, else the only scalar floating-point output."""
+    """Return the output named ``loss``, else the only scalar floating-point output.
+
+    None if there is no such output, or the one named ``loss`` is no scalar.
+    """
     scalars = []
     for path, leaf in tree_flatten_with_path(output)[0]:
-        if not isinstance(leaf, torch.Tensor) or math.prod(leaf.shape) != 1 or not leaf.is_floating_point():
+        if not isinstance(leaf, torch.Tensor):
             continue
         key = path[-1] if path else None
+        is_scalar = math.prod(leaf.shape) == 1 and leaf.is_floating_point()
         if "loss" in (getattr(key, "key", None), getattr(key, "name", None)):
-            return leaf
-        scalars.append(leaf)
-    return scalars[0] if len(scalars) == 1 else None
+            return leaf if is_scalar else None
+        if is_scalar:
+            scalars.append(leaf)
+    without_dims = [each for each in scalars if not each.dim()]  # others may be one sample's
+    found = without_dims or scalars
+    return found[0] if len(found) == 1 else None

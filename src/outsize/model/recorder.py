@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from outsize.errors import RecordingError
 from outsize.model.execution import Execution, has_mask
 from outsize.model.fake import DEVICE_QUERY, device_of
+from outsize.model.output_classes import register_dataclasses
 from outsize.model.program import Guard, Node, NodeKind, Ref
 from outsize.model.user_frame import user_frame
 
@@ -47,7 +48,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made_inside: dict[int, str] = {}  # id(tensor) -> leaf
         self._kept: list[torch.Tensor] = []
         self._attributes: dict[int, tuple[NodeKind, str]] = {}
+        self._parameter_of: dict[int, str] = {}  # memory -> name
         for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._parameter_of.setdefault(_memory(parameter), name)
             self._attributes.setdefault(id(parameter), (NodeKind.PARAMETER, name))
         for name, buffer in module.named_buffers(remove_duplicate=False):
             self._attributes.setdefault(id(buffer), (NodeKind.BUFFER, name))
@@ -128,6 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         An argument that a module returns as it is stays the value that it was.
         """
+        register_dataclasses(result)
         leaves, _ = tree_flatten(result)
         given = {argument.value for argument in arguments[0] if isinstance(argument, Ref)}
         given -= {self._value_of[id(tensor)] for tensor in mutated if id(tensor) in self._value_of}
@@ -152,6 +156,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def flatten_arguments(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         """Return the flattened ``(args, kwargs)`` with references for tensors, and its structure."""
+        register_dataclasses((args, kwargs))
         leaves, structure = tree_flatten((args, kwargs))
         for leaf in leaves:
             if _holds_recorded_tensors(leaf):
@@ -179,6 +184,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         arguments = self.flatten_arguments(args, kwargs)
         mutated = _written_arguments(func, args, kwargs)
+        self._refuse_writes(mutated)
         result, is_read = self.execution.run(func, args, kwargs, inside_leaf=False)
         if mutated or any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(result)[0]):
             is_random = _draws_random_numbers(func, args, kwargs)
@@ -187,6 +193,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add_guards(func, args, arguments[0], result)
         return result
 
+    def _refuse_writes(self, mutated: Sequence[torch.Tensor]) -> None:
+        """Refuse writes to parameters: every micro-batch would repeat them, and blocks would not know."""
+        for tensor in mutated:
+            name = self._parameter_of.get(_memory(tensor))
+            if name is not None:
+                raise RecordingError(
+                    f"the forward writes into parameter {name} at {user_frame()}",
+                    why="outside its block, and again for every micro-batch",
+                    attempt="change parameters after the optimizer's step, or compute with a changed copy",
+                )
+
     def _add_guards(self, func: Any, args: tuple[Any, ...], arguments: list[Any], result: Any) -> None:
         """Keep what was read from the batch, to check it for other batches."""
         source = user_frame()
@@ -194,10 +211,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             masks = [index for index in args[1] if index is not None and index.dtype is torch.bool]
             counts = self.execution.count_selected(masks)
             for mask, count in zip(masks, counts, strict=True):
-                self.guards.append(Guard(self._value_of[id(mask)], count, source))
+                self.guards.append(Guard(self._value_of[id(mask)], count, source, len(self.nodes)))
             return
         if func is torch.ops.aten._local_scalar_dense.default:
-            self.guards.append(Guard(arguments[0].value, result, source))
+            self.guards.append(Guard(arguments[0].value, result, source, len(self.nodes)))
             return
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not tensors:
@@ -207,7 +224,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 attempt="compute the answer outside the model and pass it in the batch",
             )
         for tensor in tensors:
-            self.guards.append(Guard(self._value_of[id(tensor)], tuple(tensor.shape), source))
+            self.guards.append(
+                Guard(self._value_of[id(tensor)], tuple(tensor.shape), source, len(self.nodes))
+            )
 
     def _watch(self, result: Any, leaf: str) -> None:
         for tensor in tree_flatten(result)[0]:
@@ -236,9 +255,13 @@ def _draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return True
 
 
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
 def _memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (
-        tensor.untyped_storage()._cdata,
+        _memory(tensor),
         tensor.storage_offset(),
         tuple(tensor.shape),
         tuple(tensor.stride()),

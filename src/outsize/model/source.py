@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from outsize.errors import ModelError, OutsizeError
+from outsize.model.batch_entries import flatten_batch, sample_entries
 
 __all__ = ["ModelSource", "call_user_function", "resize_batch"]
 
@@ -92,14 +93,18 @@ def call_user_function(name: str, function: Callable[[], Any]) -> Any:
         ) from error
 
 
-def resize_batch(batch: Any, num_samples: int) -> Any:
-    """Return ``batch`` with ``num_samples`` rows: rows repeat in turn; every tensor's dim 0 counts samples.
+def resize_batch(batch: Any, num_samples: int, with_samples: Collection[str] | None = None) -> Any:
+    """Return ``batch`` with ``num_samples`` samples: they repeat in turn.
 
-    Tensors without dims stay as they are.
+    Dim 0 counts samples in the entries ``with_samples``, or else in those with as many rows as the first one
+    that has dims; other entries stay as they are.
     """
+    entries = flatten_batch(batch)[0]
+    names = sample_entries(entries) if with_samples is None else with_samples
+    of_samples = {id(entries[name]) for name in names}
 
     def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] == num_samples:
+        if id(leaf) not in of_samples or leaf.shape[0] == num_samples:
             return leaf
         if leaf.is_meta:
             return leaf.new_empty((num_samples, *leaf.shape[1:]))

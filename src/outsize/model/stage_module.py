@@ -38,7 +38,7 @@ class StageModule(nn.Module):
         for name in part.buffers:
             owner, _, leaf = name.rpartition(".")
             self._container(owner)._buffers[leaf] = module.get_submodule(owner)._buffers[leaf]
-        self._term_of = {term.value: index for index, term in enumerate(program.loss_terms)}
+        self._written_entries = _written_entries(program)
         self._steps = self._prepare_steps()
 
     def apply_recompute(self, blocks: Collection[str]) -> None:
@@ -87,7 +87,7 @@ class StageModule(nn.Module):
             owner, _, leaf = str(node.target).rpartition(".")
             held = self._container(owner)
             return (held._parameters if node.kind is NodeKind.PARAMETER else held._buffers), leaf
-        if node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
+        if node.kind in (NodeKind.INPUT, NodeKind.CONSTANT, NodeKind.LOSS_SHARE):
             return node.target
         assert callable(node.target)
         return prepare_call(node, node.target)
@@ -98,12 +98,13 @@ class StageModule(nn.Module):
         loss_scales: Sequence[float] | None = None,
         **batch_entries: torch.Tensor,
     ) -> Any:
-        """Run the slice; ``loss_scales`` multiplies each loss term of the program where it is made."""
+        """Run the slice; ``loss_scales`` multiply the loss terms of a program from ``share_loss``."""
         values: dict[int, Any] = dict(zip(self.part.received, received, strict=True))
         for node, callee, dropped in self._steps:
-            self._run_step(node, callee, values, batch_entries)
-            if loss_scales is not None:
-                self._scale_terms(node, values, loss_scales, received)
+            if node.kind is NodeKind.LOSS_SHARE:
+                values[node.outputs[0]] = self._share(node, values, loss_scales, received)
+            else:
+                self._run_step(node, callee, values, batch_entries)
             for value in dropped:
                 values.pop(value, None)
         if not self.part.is_last:
@@ -115,7 +116,9 @@ class StageModule(nn.Module):
         self, node: Node, callee: Any, values: dict[int, Any], batch_entries: Mapping[str, torch.Tensor]
     ) -> None:
         if node.kind is NodeKind.INPUT:
-            values[node.outputs[0]] = batch_entries[callee]
+            entry = batch_entries[callee]
+            # several stages may do what the model writes into it: each to a copy of its own
+            values[node.outputs[0]] = entry.clone() if callee in self._written_entries else entry
         elif node.kind in (NodeKind.PARAMETER, NodeKind.BUFFER):
             table, name = callee
             values[node.outputs[0]] = table[name]
@@ -124,17 +127,22 @@ class StageModule(nn.Module):
         else:
             callee(values)
 
-    def _scale_terms(
+    def _share(
         self,
         node: Node,
-        values: dict[int, Any],
-        loss_scales: Sequence[float],
+        values: Mapping[int, Any],
+        loss_scales: Sequence[float] | None,
         received: Sequence[torch.Tensor],
-    ) -> None:
-        for value in node.outputs:
-            if value in self._term_of and value in values:
-                scale = loss_scales[self._term_of[value]]
-                values[value] = values[value] * scale if scale else self._nothing(values[value], received)
+    ) -> Any:
+        """Return a loss term (or a number that the loss adds) times its share."""
+        (argument,) = node.arguments
+        term = values[argument.value] if isinstance(argument, Ref) else argument
+        scale = 1.0 if loss_scales is None else loss_scales[int(str(node.target))]
+        if scale == 1.0:
+            return term
+        if scale or not isinstance(term, torch.Tensor):
+            return term * scale
+        return self._nothing(term, received) if term.requires_grad else torch.zeros_like(term)
 
     def _nothing(self, term: torch.Tensor, received: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return what a term with a share of zero counts: zero, with gradients of zero.
@@ -151,3 +159,13 @@ class StageModule(nn.Module):
 
 def _references(outputs: Sequence[Any]) -> set[int]:
     return {leaf.value for leaf in outputs if isinstance(leaf, Ref)}
+
+
+def _written_entries(program: Program) -> set[str]:
+    """Return the entries of the batch that the program writes in place."""
+    written = {program.storages[value] for node in program.nodes for value in node.mutates}
+    return {
+        str(node.target)
+        for _, node in program.nodes_of_kind(NodeKind.INPUT)
+        if program.storages[node.outputs[0]] in written
+    }

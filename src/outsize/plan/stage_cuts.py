@@ -25,9 +25,10 @@ def check_cuts(cuts: Sequence[str], legal: Sequence[str]) -> None:
             near = _nearby(cut, legal)
             raise PlanError(
                 f"The model cannot be cut at {cut!r}.",
-                why=f"A stage may begin at {len(legal)} blocks, so that none is empty; {cut!r} is not one."
+                why=f"A stage may begin at {len(legal)} blocks, so that none is empty and none writes into "
+                f"what another holds; {cut!r} is not one."
                 if legal
-                else "It is a single block.",
+                else "It is a single block, or writes in place into what its first block made.",
                 attempt=f"a stage that begins at {_either(near)}." if near else "one stage.",
             )
         if list(cuts).count(cut) > 1:

@@ -88,7 +88,7 @@ def sharded_entry(local: torch.Tensor, placement: Shard, degree: int, rank: int)
 def rows_entry(
     local: torch.Tensor, rows: slice, shape: torch.Size, placement: Shard | None, degree: int, rank: int
 ) -> CheckpointEntry:
-    """Return the entry of some rows of a tensor, or of the shard of ``shape`` that ``rank`` of ``degree`` holds.
+    """Return the entry of some rows of a tensor, or of the shard of ``shape`` that ``rank`` holds.
 
     ```
     whole    │ q q q q │ k k │      cut in two segments over two ranks; of rank 0's rows the first two

@@ -40,19 +40,15 @@ class Executions:
         self,
         deferred: DeferredModel,
         layout: BatchLayout,
+        with_samples: frozenset[str],
         plan: Plan,
         mesh: ProcessMesh,
         state: StateSharding,
         whole: Mapping[str, nn.Parameter] | None = None,
         first_recording: Program | None = None,
     ) -> None:
-        self._deferred, self._layout, self._plan, self._mesh, self._state = (
-            deferred,
-            layout,
-            plan,
-            mesh,
-            state,
-        )
+        self._deferred, self._layout, self._with_samples = deferred, layout, with_samples
+        self._plan, self._mesh, self._state = plan, mesh, state
         parameters = deferred.module.named_parameters(remove_duplicate=False)
         self._whole = dict(parameters) if whole is None else whole  # before shards take their place
         self._keeps_outputs = first_recording is not None  # of split operators too; else the loss alone
@@ -85,6 +81,7 @@ class Executions:
                 self._deferred.module,
                 self._batch(entries),
                 granularity="blocks" if self._plan.sharding is None else "operators",
+                with_samples=self._with_samples,
             )
         made = place_stages(
             self._plan,
@@ -100,13 +97,20 @@ class Executions:
             self._forget(self._placements.pop(0)[1])
         return made
 
-    def for_batches_of(self, layout: BatchLayout) -> Executions:
+    def for_batches_of(self, layout: BatchLayout, with_samples: frozenset[str]) -> Executions:
         """Return what runs batches of another layout, such as without labels, on the same module.
 
         All outputs are kept, also where operators are split.
         """
         return Executions(
-            self._deferred, layout, self._plan, self._mesh, self._state, self._whole, self._first_recording
+            self._deferred,
+            layout,
+            with_samples,
+            self._plan,
+            self._mesh,
+            self._state,
+            self._whole,
+            self._first_recording,
         )
 
     def executor(self, placements: Sequence[StagePlacement]) -> StageExecutor:

@@ -27,7 +27,7 @@ class _Place:
 
 
 class GatheredPass:
-    """Gathers units as the forward comes to them, one ahead; ``units`` are in the order of their first use."""
+    """Gathers units as the forward comes to them, one ahead; ``units`` are in order of first use."""
 
     def __init__(self, units: Sequence[ParameterUnit], *, keeps_gathered: bool) -> None:
         self._units, self._keeps_gathered = units, keeps_gathered

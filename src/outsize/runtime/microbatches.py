@@ -7,15 +7,16 @@ global batch  ├──── replica 0 ────┤├──── replica 1
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from outsize.errors import BatchError
-from outsize.model.batch_entries import flatten_batch
+from outsize.errors import BatchError, RecordingError
+from outsize.model.batch_entries import flatten_batch, sample_entries
 from outsize.model.loss_elements import count_loss_elements, loss_scales
+from outsize.model.program import Program
 from outsize.plan.plan import Plan
 from outsize.runtime.executions import Executions
 from outsize.runtime.stage_executor import MicrobatchInputs
@@ -33,13 +34,24 @@ class BatchForm:
     with_samples: frozenset[str]
 
     @classmethod
-    def of(cls, entries: Mapping[str, torch.Tensor]) -> BatchForm:
-        """Return the form of a sample batch: its samples are the rows of its first entry that has dims."""
-        rows = _num_rows(entries)
+    def of(cls, entries: Mapping[str, torch.Tensor], shared: Collection[str] = ()) -> BatchForm:
+        """Return the form of a sample batch: its samples are the rows of its first entry that has dims.
+
+        Raises:
+            BatchError: the entries ``shared`` by all samples are not in the batch.
+        """
+        for name in shared:
+            if name not in entries:
+                raise BatchError(
+                    f"The sample batch has no entry {name!r} for samples to share.",
+                    why=f"It has {', '.join(entries)}.",
+                    attempt="the names of its entries.",
+                )
+        of_samples = {name: value for name, value in entries.items() if name not in shared}
         return cls(
             dtypes={name: value.dtype for name, value in entries.items()},
             num_dims={name: value.dim() for name, value in entries.items()},
-            with_samples=frozenset(n for n, v in entries.items() if v.dim() and v.shape[0] == rows),
+            with_samples=sample_entries(of_samples),
         )
 
 
@@ -88,6 +100,7 @@ class BatchSplitter:
         num_rows = self._check(entries)
         parts = self._parts(entries, num_rows)
         placements = [self._executions.placement(part.entries) for part in parts]
+        _check_forms([placement.recording for placement in placements])
         counts = [
             [
                 0 if part.is_empty else count
@@ -182,5 +195,19 @@ class BatchSplitter:
             )
 
 
-def _num_rows(entries: Mapping[str, torch.Tensor]) -> int:
-    return next((value.shape[0] for value in entries.values() if value.dim()), 0)
+def _check_forms(recordings: Sequence[Program]) -> None:
+    """Refuse micro-batches whose losses are made of other parts: they cannot be added up part by part.
+
+    Raises:
+        RecordingError: two recordings differ.
+    """
+    forms = [
+        [(term.is_sum, term.divisor is None, term.target is None) for term in recording.loss_terms]
+        for recording in {id(each): each for each in recordings}.values()
+    ]
+    if any(form != forms[0] for form in forms):
+        raise RecordingError(
+            "The loss has another form for some micro-batches than for others.",
+            why="A number read from the batch, or its number of samples, decides how the loss is computed.",
+            attempt="tensors in place of such numbers, such as mask.sum().clamp(min=1).",
+        )

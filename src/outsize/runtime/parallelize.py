@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from outsize.runtime.microbatches import BatchForm, BatchSplitter
 from outsize.runtime.model_state import persistent_buffers
 from outsize.runtime.optimizer import build_optimizer
 from outsize.runtime.parallel_model import HeldState, ParallelModel
-from outsize.runtime.runnable import check_runnable
+from outsize.runtime.runnable import check_runnable, check_trainable
 from outsize.runtime.stage_placement import StagePlacement
 from outsize.runtime.state_sharding import StateSharding
 from outsize.runtime.tensor_parallel import parameter_placements
@@ -43,11 +43,13 @@ def parallelize(
     sample_batch: Any,
     device: torch.device | str = "cpu",
     enforce_memory_limit: bool = False,
+    shared_entries: Collection[str] = (),
 ) -> ParallelModel:
     """Build this process's part of the model under ``plan``.
 
     Call it on every process, after ``torch.distributed.init_process_group`` where the plan has more than one.
-    ``sample_batch`` is a batch of any number of samples, like those to come. With ``enforce_memory_limit``
+    ``sample_batch`` is a batch of any number of samples, like those to come: entries with as many rows as its
+    first one are cut into micro-batches along them, but for ``shared_entries``. With ``enforce_memory_limit``
     the process may allocate no more than the plan's ``device_memory_bytes`` from here on (emulated devices).
 
     Raises:
@@ -62,17 +64,19 @@ def parallelize(
     if tensor_parallel_group is not None:
         set_axis_group("tp", tensor_parallel_group, plan.seed)
     deferred = build_deferred(factory, seed=plan.seed)
+    check_trainable(deferred.module)
     check_same_model(deferred, mesh.device)
     _arrange_batch_norm(deferred.module, plan, mesh)
     entries, layout = flatten_batch(sample_batch)
+    form = BatchForm.of(entries, shared_entries)
     state = StateSharding(deferred, plan, mesh)
-    executions = Executions(deferred, layout, plan, mesh, state)
-    microbatch = flatten_batch(resize_batch(sample_batch, plan.microbatch_size))[0]
+    executions = Executions(deferred, layout, form.with_samples, plan, mesh, state)
+    microbatch = flatten_batch(resize_batch(sample_batch, plan.microbatch_size, form.with_samples))[0]
     placement = executions.placement(microbatch)
     if placement.recording.loss_value is None:
         raise RecordingError(
             "The model returns no loss.",
-            why="Training differentiates an output named loss, or the only scalar one.",
+            why="Training differentiates the output named loss, a scalar, or the only scalar.",
             attempt="a sample batch with labels, or a module whose forward returns the loss.",
         )
 
@@ -94,7 +98,7 @@ def parallelize(
         memory=memory,
         optimizer=build_optimizer(plan.optimizer, held.parameters.values()),
         executions=executions,
-        splitter=BatchSplitter(BatchForm.of(entries), plan, executions, mesh.replica, mesh.device),
+        splitter=BatchSplitter(form, plan, executions, mesh.replica, mesh.device),
     )
 
 

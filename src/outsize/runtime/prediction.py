@@ -37,7 +37,7 @@ class Predictor:
     def __init__(self, executions: Executions, plan: Plan, mesh: ProcessMesh, sample_batch: Any) -> None:
         entries, self._layout = flatten_batch(sample_batch)
         self._form = BatchForm.of(entries)
-        self._executions = executions.for_batches_of(self._layout)
+        self._executions = executions.for_batches_of(self._layout, self._form.with_samples)
         self._splitter = BatchSplitter(self._form, plan, self._executions, mesh.replica, mesh.device)
         self._plan, self._mesh = plan, mesh
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from outsize.cost.layout import STATE_SHARDINGS
-from outsize.errors import PlanError
+from outsize.errors import ModelError, PlanError
 from outsize.plan.plan import Plan
 
-__all__ = ["check_runnable"]
+__all__ = ["check_runnable", "check_trainable"]
 
 
 def check_runnable(plan: Plan) -> None:
@@ -53,3 +55,18 @@ def check_runnable(plan: Plan) -> None:
             f"{plan.schedule.num_microbatches} micro-batches, each of one sample or more.",
             attempt=f"a global batch of {parts}, or fewer micro-batches.",
         )
+
+
+def check_trainable(module: nn.Module) -> None:
+    """Refuse modules whose gradients the runtime cannot add up.
+
+    Raises:
+        ModelError: an embedding has sparse gradients.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise ModelError(
+                f"The gradients of {name or 'the model'} are sparse.",
+                why="Gradients of micro-batches and replicas are added up dense.",
+                attempt="sparse=False; the parameter_server strategy sends the rows alone.",
+            )

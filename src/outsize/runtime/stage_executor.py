@@ -69,7 +69,7 @@ class StageForMicrobatches(nn.Module):
         if self._kept_outputs is not None:
             self._kept_outputs[microbatch] = leaves
         position = self._loss_positions[self._by_microbatch[microbatch]]
-        return torch.zeros(()) if position is None else leaves[position]
+        return torch.zeros(()) if position is None else leaves[position].reshape(())
 
     @contextmanager
     def keep_outputs(self) -> Iterator[dict[int, list[Any]]]:

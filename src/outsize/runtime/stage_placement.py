@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outsize.errors import PlanError
-from outsize.model.cuts import cut_points, find_cut
+from outsize.model.cuts import cut_points, find_cut, parts_writes
+from outsize.model.loss_shares import share_loss
 from outsize.model.program import Program
 from outsize.model.slice import Slice, slice_program
 from outsize.plan.actions import Schedule
@@ -66,7 +67,6 @@ def place_stages(
             attempt=f"{schedule.num_stages} entries of `stages`, one for each.",
         )
     validate_schedule(schedule)
-    program = recording
     if plan.sharding is not None:
         program = lower(
             recording,
@@ -75,16 +75,19 @@ def place_stages(
             planned_for=planned_for,
             keeps_outputs=keeps_outputs,
         )
+    else:
+        program = share_loss(recording)[0]
     return StagePlacement(recording, program, _cut(plan, program), schedule)
 
 
 def _cut(plan: Plan, program: Program) -> list[Slice]:
     labels = [stage.begins_at for stage in plan.stages[1:]]
     try:
-        slices = slice_program(program, [find_cut(program, label) for label in labels])
+        cuts = [find_cut(program, label) for label in labels]
+        slices = slice_program(program, cuts)
     except PlanError:
         check_cuts(labels, [cut.label for cut in cut_points(program)])  # says which one, and what would do
         raise
-    if not all(part.modules or part.parameters for part in slices):
+    if parts_writes(program, cuts) or not all(part.modules or part.parameters for part in slices):
         check_cuts(labels, [cut.label for cut in cut_points(program)])
     return slices

@@ -21,12 +21,13 @@ from outsize.errors import PlanError
 from outsize.model.batched_products import unflatten_batched_products
 from outsize.model.fingerprint import operator_fingerprint
 from outsize.model.liveness import output_values, wanted_values
+from outsize.model.loss_shares import share_loss
 from outsize.model.operator_rules.discover import RANDOM_BY_ELEMENT
 from outsize.model.operator_rules.hand_rules import Part
 from outsize.model.operator_rules.placement import Placement, Replicate, Shard, parse_placement
 from outsize.model.operator_rules.rule import OperatorRule
 from outsize.model.operator_rules.shards import local_shape, shard_of
-from outsize.model.program import LossTerm, Node, NodeKind, Program, Ref, TensorSpec
+from outsize.model.program import Node, NodeKind, Program, Ref, TensorSpec
 from outsize.plan.sharding import REPLICATED, UNUSED, Sharding
 from outsize.runtime.collectives import Conversion, OwnRandomStream, SplitKernel
 from outsize.runtime.matched_choices import matched_choices
@@ -48,9 +49,10 @@ def lower(
 ) -> Program:
     """Return the program of ``rank`` on the axis; those of other ranks differ in sizes cut unevenly.
 
-    Of the model's outputs it keeps the loss, where there is one, or all. With ``planned_for``, a recording of
-    the same model that the split was decided for, this one may have other operators and sizes, as without
-    labels or for one sample: each rank runs those whole that were not planned or do not divide.
+    Of the model's outputs it keeps the loss, where there is one, with its terms scaled (``share_loss``), or
+    all. With ``planned_for``, a recording of the same model that the split was decided for, this one may have
+    other operators and sizes, as without labels or for one sample: each rank runs those whole that were not
+    planned or do not divide.
 
     Raises:
         PlanError: the sharding was made for another model, or sizes do not divide as it needs.
@@ -63,15 +65,17 @@ def lower(
     is_planned = fingerprint == sharding.fingerprint and len(sharding.choices) == len(program.nodes)
     if planned_for is not None and (keeps_outputs or not is_planned):
         known = program if is_planned else unflatten_batched_products(planned_for)
-        choices = matched_choices(program, known, sharding.choices, wanted)
-        sharding = replace(sharding, choices=choices)
+        sharding = replace(sharding, choices=matched_choices(program, known, sharding.choices, wanted))
     elif not is_planned:
         raise PlanError(
             "The plan's operator splits do not belong to this model.",
             why="the recorded operators differ from those the plan was made for",
             attempt="plan again for this model",
         )
-    return _Lowering(program, sharding, rank, axis, may_run_whole=planned_for is not None).run(wanted)
+    shared, origins = share_loss(program)
+    origin_choices = [None if origin is None else sharding.choices[origin] for origin in origins]
+    lowering = _Lowering(shared, sharding, origin_choices, rank, axis, may_run_whole=planned_for is not None)
+    return lowering.run(output_values(shared) if keeps_outputs else wanted_values(shared))
 
 
 def parameter_placements(sharding: Sharding) -> dict[str, Shard]:
@@ -94,7 +98,14 @@ def select_shard(sharding: Sharding, rank: int) -> Callable[[str, torch.Tensor],
 
 class _Lowering:
     def __init__(
-        self, program: Program, sharding: Sharding, rank: int, axis: str, *, may_run_whole: bool
+        self,
+        program: Program,
+        sharding: Sharding,
+        choices: Sequence[int | None],
+        rank: int,
+        axis: str,
+        *,
+        may_run_whole: bool,
     ) -> None:
         self.program, self.degree, self.rank, self.axis = program, sharding.degree, rank, axis
         self.may_run_whole = may_run_whole
@@ -107,12 +118,11 @@ class _Lowering:
             )
             for rule in sharding.rules
         ]
-        self.choices = sharding.choices
+        self.choices = choices  # by node; None: as its argument comes
         self.nodes: list[Node] = []
         self.specs: dict[int, TensorSpec] = {}
         self.storages: dict[int, int] = {}
         self.placements: dict[int, Placement] = {}
-        self.moved_to: dict[int, int] = {}  # index of a node before -> after
         self._converted: dict[tuple[int, Placement], int] = {}
         self._next_value = max(program.specs, default=-1) + 1
         self._next_storage = max(program.storages.values(), default=-1) + 1
@@ -131,13 +141,15 @@ class _Lowering:
             storages=self.storages,
             outputs=tuple(_output(leaf, wanted) for leaf in self.program.outputs),
             loss_value=None if loss is None else wanted[loss],
-            loss_terms=tuple(map(self._moved_term, self.program.loss_terms)),
             warnings=list(self.program.warnings),
         )
 
     def _rule(self, index: int, node: Node) -> OperatorRule:
         choice = self.choices[index]
         whole = OperatorRule.replicated(len(node.inputs), len(node.outputs))
+        if choice is None:
+            held = [self.placements[value] for value in node.inputs] or [Replicate()]
+            return OperatorRule(inputs=tuple(held[: len(node.inputs)]), outputs=(held[0],))
         if choice == REPLICATED:
             return whole
         rule = self.rules[choice]
@@ -158,12 +170,13 @@ class _Lowering:
         rule = self._rule(index, node)
         needed = iter(rule.inputs)
         arguments = [
-            Ref(self._as(argument.value, next(needed), node)) if isinstance(argument, Ref) else argument
+            Ref(self._as(argument.value, next(needed, Replicate()), node))
+            if isinstance(argument, Ref)
+            else argument
             for argument in node.arguments
         ]
         for position in rule.local_arguments:
             arguments[position] = self._divided(arguments[position], rule, node)
-        self.moved_to[index] = len(self.nodes)
         self.nodes.append(
             replace(
                 node,
@@ -249,9 +262,6 @@ class _Lowering:
         self.storages[made] = self._next_storage
         self._next_storage += 1
         return made
-
-    def _moved_term(self, term: LossTerm) -> LossTerm:
-        return replace(term, node_index=self.moved_to[term.node_index])
 
 
 def _output(leaf: Any, wanted: dict[int, int]) -> Any:

@@ -98,7 +98,7 @@ def _tables(deferred: DeferredModel, recording: Program) -> dict[str, nn.Embeddi
             name = f"{path}.weight" if path else "weight"
             if name not in read_elsewhere | shared:
                 found[name] = module
-    return found  # type: ignore[return-value]
+    return found
 
 
 def _chosen(

@@ -40,7 +40,7 @@ def record_source(source: ModelSource, plan: Plan) -> tuple[DeferredModel, Progr
 
 
 class PartModel:
-    """Parameters are whatever the module holds; the caller puts them there. ``plan`` says how parts are cut."""
+    """Its parameters are put into the module by the caller. ``plan`` says how parts are cut."""
 
     def __init__(self, source: ModelSource, plan: Plan, device: torch.device) -> None:
         self.deferred = build_deferred(source.factory, seed=plan.seed)
@@ -50,9 +50,10 @@ class PartModel:
         alone = replace(plan, mesh=Mesh(), state_sharding="none")
         mesh = ProcessMesh(alone.mesh, 0, device)
         state = StateSharding(self.deferred, alone, mesh)
-        self._executions = Executions(self.deferred, layout, alone, mesh, state)
         self._form = BatchForm.of(entries)
-        microbatch = flatten_batch(resize_batch(sample_batch, plan.microbatch_size))[0]
+        with_samples = self._form.with_samples
+        self._executions = Executions(self.deferred, layout, with_samples, alone, mesh, state)
+        microbatch = flatten_batch(resize_batch(sample_batch, plan.microbatch_size, with_samples))[0]
         self.recording = self._executions.placement(microbatch).recording
         if self.recording.loss_value is None:
             raise RecordingError(
@@ -68,7 +69,7 @@ class PartModel:
         return self.deferred.module
 
     def train(self, batch: Any, *, step: int, part: int = 0, plan: Plan | None = None) -> float:
-        """Add the gradients of one part of a global batch to ``parameter.grad``; return its share of the loss.
+        """Add the gradients of one part of a global batch to ``parameter.grad``; return its loss share.
 
         ``plan`` may cut the batch otherwise; its ``dp`` counts the parts. Random masks are those of replica
         ``part`` in that step.

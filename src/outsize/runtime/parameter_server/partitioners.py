@@ -28,7 +28,7 @@ __all__ = [
 class Partitioner(Protocol):
     """Says how a variable is cut; only the first dim may be."""
 
-    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> Sequence[int]:
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype, /) -> Sequence[int]:
         """Return the number of parts along each dim."""
         ...
 

@@ -64,11 +64,11 @@ class Updates:
 
     @property
     def are_exact(self) -> bool:
-        """Whether every update is that of one process on the whole global batch: then each waits for the last."""
+        """Whether every update is one process's on the whole global batch: then each waits for the last."""
         return self.mode == "local" or (self.mode == "synchronous" and not self.amount)
 
     def server_optimizer(self, spec: OptimizerSpec) -> OptimizerSettings:
-        """Return what the servers run; with local steps the workers run ``spec`` and servers DiLoCo's outer one."""
+        """Return what the servers run: with local steps DiLoCo's outer one, workers then run ``spec``."""
         if self.mode == "local":
             return OptimizerSettings("sgd", dict(_OUTER_OPTIMIZER))
         arguments = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
