@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from model.tiny_models import llama
 from outsize.errors import RecordingError
+from outsize.model.batch_entries import flatten_batch
 from outsize.model.record import record_module
+from outsize.model.slice import slice_program
+from outsize.model.stage_module import StageModule
 
 
 def test_backward_hooks_are_refused_with_the_module_named() -> None:
@@ -17,11 +22,46 @@ def test_backward_hooks_are_refused_with_the_module_named() -> None:
         record_module(module, batch)
 
 
-def test_forward_hooks_on_blocks_have_a_warning() -> None:
-    """A change they make would be made twice; hooks inside blocks run once and need no warning."""
+def test_forward_hooks_act_once() -> None:
+    """On a block or inside it: what they change is changed once, in the loss and in every gradient."""
     module, batch = llama()
-    module.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    assert not record_module(module, batch).warnings
-    module.model.layers[1].register_forward_hook(lambda *_: None)
-    (warning,) = record_module(module, batch).warnings
-    assert "block model.layers.1 has forward hooks" in warning
+    module.model.layers[0].mlp.register_forward_hook(lambda _module, _args, output: 2 * output)
+    module.model.layers[1].register_forward_hook(lambda _module, _args, output: 3 * output)
+    module.model.layers[1].register_forward_pre_hook(lambda _module, args: (0.5 * args[0], *args[1:]))
+    loss = module(**batch).loss
+    loss.backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    program = record_module(module, batch)
+    stage = StageModule(program, slice_program(program, [])[0], module)
+    found = stage(**flatten_batch(batch)[0]).loss
+    assert torch.equal(found, loss)
+    found.backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-12, atol=1e-14)
+
+
+class HookedBetween(nn.Module):
+    """Registers a hook on a gradient between two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        hidden.register_hook(lambda gradient: 2 * gradient)
+        return self.second(hidden).square().mean()
+
+
+def test_hooks_on_gradients_between_blocks_are_refused_with_their_line() -> None:
+    """They would be left out of the recording."""
+    with pytest.raises(RecordingError, match=r"hook on a tensor's gradient at .*test_hooks\.py:\d+"):
+        record_module(HookedBetween(), torch.randn(2, 4))
+
+
+def test_scripted_modules_are_refused_with_advice() -> None:
+    """Their operators cannot be seen."""
+    module = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(RecordingError, match="module 1 is compiled to TorchScript"):
+        record_module(module, torch.randn(2, 4))
