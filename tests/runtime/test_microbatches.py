@@ -13,6 +13,7 @@ from outsize.plan.plan import Mesh, Plan, ScheduleSpec, StageSpec
 from outsize.runtime.executions import Executions
 from outsize.runtime.mesh import ProcessMesh
 from outsize.runtime.microbatches import BatchForm, BatchSplitter
+from outsize.runtime.state_sharding import StateSharding
 
 
 class Classifier(nn.Module):
@@ -35,8 +36,10 @@ def make_splitter(mesh: Mesh, replica: int, *, accumulation_steps: int = 1) -> B
     )
     entries, layout = flatten_batch(make_batch())
     here = ProcessMesh(mesh, 0, torch.device("cpu"))
-    executions = Executions(build_deferred(Classifier), layout, plan, here)
-    return BatchSplitter(BatchForm.of(entries), plan, executions, replica, torch.device("cpu"))
+    deferred, form = build_deferred(Classifier), BatchForm.of(entries)
+    state = StateSharding(deferred, plan, here)
+    executions = Executions(deferred, layout, form.with_samples, plan, here, state)
+    return BatchSplitter(form, plan, executions, replica, torch.device("cpu"))
 
 
 def rows_of(splitter: BatchSplitter, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -201,13 +201,23 @@ def _check_forms(recordings: Sequence[Program]) -> None:
     Raises:
         RecordingError: two recordings differ.
     """
-    forms = [
-        [(term.is_sum, term.divisor is None, term.target is None) for term in recording.loss_terms]
-        for recording in {id(each): each for each in recordings}.values()
-    ]
+    forms = [_forms(recording) for recording in {id(each): each for each in recordings}.values()]
     if any(form != forms[0] for form in forms):
         raise RecordingError(
             "The loss has another form for some micro-batches than for others.",
             why="A number read from the batch, or its number of samples, decides how the loss is computed.",
             attempt="tensors in place of such numbers, such as mask.sum().clamp(min=1).",
         )
+
+
+def _forms(recording: Program) -> list[tuple[Any, ...]]:
+    """Return for each loss term the operator that makes it, and how it adds up."""
+    return [
+        (
+            None if term.value is None else recording.nodes[recording.producers[term.value]].target,
+            term.is_sum,
+            term.divisor is None,
+            term.target is None,
+        )
+        for term in recording.loss_terms
+    ]

@@ -13,6 +13,7 @@ from outsize.errors import RecordingError
 from outsize.model.batch_entries import flatten_batch
 from outsize.model.batch_norm import batch_norm_warnings
 from outsize.model.deferred import DeferredModel, build_deferred
+from outsize.model.program import Program
 from outsize.model.source import resize_batch
 from outsize.plan.plan import Plan
 from outsize.runtime.agreement import check_same_model
@@ -73,16 +74,7 @@ def parallelize(
     executions = Executions(deferred, layout, form.with_samples, plan, mesh, state)
     microbatch = flatten_batch(resize_batch(sample_batch, plan.microbatch_size, form.with_samples))[0]
     placement = executions.placement(microbatch)
-    if placement.recording.loss_value is None:
-        raise RecordingError(
-            "The model returns no loss.",
-            why="Training differentiates the output named loss, a scalar, or the only scalar.",
-            attempt="a sample batch with labels, or a module whose forward returns the loss.",
-        )
-
-    if mesh.rank == 0:
-        for warning in placement.recording.warnings:
-            warnings.warn(warning, stacklevel=2)
+    _check_recording(placement.recording, is_first=mesh.rank == 0)
     memory = start_measuring(mesh.device)
     if enforce_memory_limit and plan.device_memory_bytes is not None:
         apply_memory_limit(plan.device_memory_bytes)
@@ -100,6 +92,19 @@ def parallelize(
         executions=executions,
         splitter=BatchSplitter(form, plan, executions, mesh.replica, mesh.device),
     )
+
+
+def _check_recording(recording: Program, *, is_first: bool) -> None:
+    """Refuse a recording without a loss; let the first process show its warnings."""
+    if recording.loss_value is None:
+        raise RecordingError(
+            "The model returns no loss.",
+            why="Training differentiates the output named loss, a scalar, or the only scalar.",
+            attempt="a sample batch with labels, or a module whose forward returns the loss.",
+        )
+    if is_first:
+        for warning in recording.warnings:
+            warnings.warn(warning, stacklevel=3)
 
 
 def _arrange_batch_norm(module: nn.Module, plan: Plan, mesh: ProcessMesh) -> None:
