@@ -57,7 +57,8 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setattr(sys, "argv", ["outsize", *command.split()])
     with pytest.raises(SystemExit) as caught:
         main()
-    error = capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines(keepends=True)
+    error = "".join(line for line in lines if not line.startswith("launch environment: "))
     assert caught.value.code == 2, error
     assert "Traceback" not in error
     assert error.startswith("outsize: ")

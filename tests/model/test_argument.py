@@ -180,3 +180,16 @@ def test_unreadable_configurations_are_refused(tmp_path: Path) -> None:
     write_config(tmp_path, **LLAMA)
     with pytest.raises(ModelError, match="longer than the model's 12 positions"):
         load_model(f"hf:{path}", sequence=13).sample_batch(1)
+
+
+def test_entries_that_samples_share_are_seen_from_a_batch_with_one_more(tmp_path: Path) -> None:
+    """A table that by chance has as many rows as there are samples does not grow with them."""
+    path = tmp_path / "with_table.py"
+    path.write_text(
+        FILE
+        + "\ndef batch(num_samples):\n"
+        + "    return {'x': torch.zeros(num_samples, 3), 'table': torch.zeros(4, 3)}\n"
+    )
+    source = load_model(f"{path}:build")
+    assert source.shared_entries(4) == {"table"}
+    assert source.shared_entries(2) == frozenset()

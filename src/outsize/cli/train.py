@@ -72,9 +72,16 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options
     train_model(request, settings, name=name, launch=Launch(flags, sys.argv[1:]))
 
 
+class _StandardErrorHandler(logging.Handler):
+    """Writes to what standard error is at the time, which a caller may redirect."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
 def _show_log() -> None:
     """Show what the package logs, such as who started the process, on standard error."""
     logger = logging.getLogger("outsize")
     if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
+        logger.addHandler(_StandardErrorHandler())
     logger.setLevel(logging.INFO)

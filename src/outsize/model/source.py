@@ -59,6 +59,25 @@ class ModelSource:
             )
         return resize_batch(batch, num_samples)
 
+    def shared_entries(self, num_samples: int) -> frozenset[str]:
+        """Return the entries with as many rows as there are samples that one sample more does not lengthen.
+
+        Of a batch returned beside the module nothing more than its rows is known: then there are none.
+
+        Raises:
+            ModelError: making a batch fails.
+        """
+        if self.make_batch is None:
+            return frozenset()
+        entries, larger = (
+            flatten_batch(self.sample_batch(number))[0] for number in (num_samples, num_samples + 1)
+        )
+        return frozenset(
+            name
+            for name in sample_entries(entries)
+            if name in larger and larger[name].shape == entries[name].shape
+        )
+
     def _build(self) -> tuple[nn.Module, Any]:
         built = call_user_function(self.name, self.build)
         module, batch = built if isinstance(built, tuple) and len(built) == 2 else (built, None)

@@ -69,7 +69,12 @@ class StageForMicrobatches(nn.Module):
         if self._kept_outputs is not None:
             self._kept_outputs[microbatch] = leaves
         position = self._loss_positions[self._by_microbatch[microbatch]]
-        return torch.zeros(()) if position is None else leaves[position].reshape(())
+        if position is None:
+            return torch.zeros(())
+        loss = leaves[position]
+        return (
+            loss.sum() if loss.dim() else loss
+        )  # a view would keep what the stage received until the step ends
 
     @contextmanager
     def keep_outputs(self) -> Iterator[dict[int, list[Any]]]:

@@ -114,6 +114,7 @@ def run_rank(job: TrainingJob) -> RankReport:
             sample_batch=source.sample_batch(job.plan.microbatch_size),
             device=device,
             enforce_memory_limit=True,
+            shared_entries=source.shared_entries(job.plan.microbatch_size),
         )
         trainer = Trainer(
             model,
