@@ -7,6 +7,7 @@ from torch import nn
 from outsize.cost.layout import STATE_SHARDINGS
 from outsize.errors import ModelError, PlanError
 from outsize.plan.plan import Plan
+from outsize.plan.plan_values import check_plan_values
 
 __all__ = ["check_runnable", "check_trainable"]
 
@@ -17,6 +18,7 @@ def check_runnable(plan: Plan) -> None:
     Raises:
         PlanError: with what is not possible, and what is.
     """
+    check_plan_values(plan)
     not_yet = [axis for axis in ("cp", "ep") if getattr(plan.mesh, axis) > 1]
     for has, what in (
         (not_yet, f"a mesh with {', '.join(not_yet)}"),
