@@ -52,7 +52,8 @@ def place_stages(
     ``planned_for`` and ``keeps_outputs`` are for recordings unlike the plan's: see :func:`lower`.
 
     Raises:
-        PlanError: the plan's cuts are not cuts of this program, or its schedule cannot run.
+        PlanError: the plan's cuts are not cuts of this program, its schedule cannot run, or a stage
+            recomputes a block that it does not hold.
     """
     schedule = find_schedule(
         plan.schedule.name,
@@ -77,7 +78,24 @@ def place_stages(
         )
     else:
         program = share_loss(recording)[0]
-    return StagePlacement(recording, program, _cut(plan, program), schedule)
+    slices = _cut(plan, program)
+    if planned_for is None:  # other recordings need not call every block
+        _check_recomputed(plan, slices)
+    return StagePlacement(recording, program, slices, schedule)
+
+
+def _check_recomputed(plan: Plan, slices: Sequence[Slice]) -> None:
+    """Refuse to recompute what a stage does not hold, which would otherwise keep its activations unsaid."""
+    for stage, part in zip(plan.stages, slices, strict=True):
+        held = {*part.modules, *stage.blocks}
+        unknown = [name for name in stage.recompute if name not in held]
+        if unknown:
+            raise PlanError(
+                f"Stage {part.index} of the plan cannot recompute {', '.join(map(repr, unknown))}.",
+                why=f"It holds no such block; its blocks are {', '.join(part.modules[:8]) or 'none'}"
+                f"{', ...' if len(part.modules) > 8 else ''}.",
+                attempt="names of blocks of the stage in its `recompute`.",
+            )
 
 
 def _cut(plan: Plan, program: Program) -> list[Slice]:
