@@ -80,21 +80,33 @@ def estimate_memory(job: Job, layout: Layout, costs: BlockCosts, assignment: Ass
     modes = assignment.modes
     blocks = np.arange(len(modes))
     messages = message_bytes(state.gradients, largest, layout, job.state)
+    activations = _activations(
+        job,
+        ranks,
+        costs,
+        saved=costs.saved_by_mode[modes, blocks],
+        for_weights=costs.weight_gradient_by_mode[modes, blocks],
+    )
+    temporaries = ranks.largest(costs.temporary_by_mode[modes, blocks])
+    buffers = job.software.bucket_bytes + messages + 2.0 * ranks.crossing_bytes(costs)
     return {
         "parameters": state.parameters + ranks.total(costs.buffer_bytes),
         "gradients": state.gradients,
         "optimizer_states": state.optimizer_states,
-        "activations": _activations(
-            job,
-            ranks,
-            costs,
-            saved=costs.saved_by_mode[modes, blocks],
-            for_weights=costs.weight_gradient_by_mode[modes, blocks],
+        "activations": activations,
+        "temporaries": temporaries,
+        "communication_buffers": np.maximum(
+            buffers, _gathered_bytes(state.parameters, layout) - activations - temporaries
         ),
-        "temporaries": ranks.largest(costs.temporary_by_mode[modes, blocks]),
-        "communication_buffers": job.software.bucket_bytes + messages + 2.0 * ranks.crossing_bytes(costs),
         "reserve": np.full(layout.mesh.pp, float(job.cluster.weakest_device().reserve_bytes)),
     }
+
+
+def _gathered_bytes(parameters: Any, layout: Layout) -> Any:
+    """Return the bytes of a bucket of updated parameters on its way, when activations are gone."""
+    if layout.num_state_shards == 1 or layout.state_sharding not in {"optimizer_states", "gradients"}:
+        return 0.0
+    return np.minimum(BUCKET_BYTES, parameters)
 
 
 def _activations(job: Job, ranks: Ranks, costs: BlockCosts, *, saved: Array, for_weights: Array) -> Array:
