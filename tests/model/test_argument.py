@@ -191,5 +191,5 @@ def test_entries_that_samples_share_are_seen_from_a_batch_with_one_more(tmp_path
         + "    return {'x': torch.zeros(num_samples, 3), 'table': torch.zeros(4, 3)}\n"
     )
     source = load_model(f"{path}:build")
-    assert source.shared_entries(4) == {"table"}
-    assert source.shared_entries(2) == frozenset()
+    assert source.shared_entries(source.sample_batch(4)) == {"table"}
+    assert source.shared_entries(source.sample_batch(2)) == frozenset()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_u
 
 from outsize.errors import BatchError
 
-__all__ = ["BatchLayout", "flatten_batch", "sample_entries"]
+__all__ = ["BatchLayout", "count_samples", "flatten_batch", "sample_entries"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,11 @@ def sample_entries(entries: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Return the entries that hold samples: those with as many rows as the first entry that has dims."""
     num_rows = next((tensor.shape[0] for tensor in entries.values() if tensor.dim()), None)
     return frozenset(name for name, each in entries.items() if each.dim() and each.shape[0] == num_rows)
+
+
+def count_samples(entries: Mapping[str, torch.Tensor], with_samples: Collection[str]) -> int:
+    """Return the rows of the entries that hold samples; 1 where none does."""
+    return next((entries[name].shape[0] for name in with_samples), 1)
 
 
 def _path_name(path: tuple[Any, ...]) -> str:

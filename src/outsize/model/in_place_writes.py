@@ -13,7 +13,7 @@ import torch
 
 from outsize.model.program import Node, NodeKind, Program, Ref
 
-__all__ = ["apply_out_of_place"]
+__all__ = ["apply_out_of_place", "out_of_place_form"]
 
 
 def apply_out_of_place(program: Program) -> None:
@@ -50,13 +50,19 @@ _COMPUTED = (NodeKind.MODULE, NodeKind.OPERATOR)
 
 def _out_of_place(program: Program, node: Node) -> Callable[..., Any] | None:
     """Return the operator that makes a new value in the place of one that writes its first argument."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or len(node.mutates) != 1 or len(node.outputs) != 1:
+    if len(node.mutates) != 1 or len(node.outputs) != 1:
+        return None
+    dtypes = {program.specs[value].dtype for value in node.inputs}
+    is_plain = not node.is_random and node.mutates == node.inputs[:1]
+    return out_of_place_form(node.target) if is_plain and len(dtypes) == 1 else None
+
+
+def out_of_place_form(target: object) -> Callable[..., Any] | None:
+    """Return the operator that computes what ``target``, such as ``add_``, writes; None if there is none."""
+    if not isinstance(target, torch._ops.OpOverload):
         return None
     name = target._schema.name.removeprefix("aten::")
-    dtypes = {program.specs[value].dtype for value in node.inputs}
-    is_plain = name.endswith("_") and not node.is_random and node.mutates == node.inputs[:1]
-    if not is_plain or not hasattr(torch.ops.aten, name[:-1]) or len(dtypes) != 1:
+    if not name.endswith("_") or not hasattr(torch.ops.aten, name[:-1]):
         return None
     packet = getattr(torch.ops.aten, name[:-1])
     found = getattr(packet, target._overloadname, None)

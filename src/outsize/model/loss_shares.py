@@ -9,26 +9,13 @@ sees it as the model made it; what of the first path nothing uses any more is in
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from outsize.model.in_place_writes import out_of_place_form
 from outsize.model.program import Node, NodeKind, Program, Ref
 
 __all__ = ["share_loss"]
-
-aten = torch.ops.aten
-
-_OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
-    aten.add_.Tensor: aten.add.Tensor,
-    aten.sub_.Tensor: aten.sub.Tensor,
-    aten.mul_.Tensor: aten.mul.Tensor,
-    aten.mul_.Scalar: aten.mul.Scalar,
-    aten.div_.Tensor: aten.div.Tensor,
-    aten.div_.Scalar: aten.div.Scalar,
-}
 
 
 def share_loss(program: Program) -> tuple[Program, list[int | None]]:
@@ -76,10 +63,9 @@ class _Sharing:
         self.nodes.append(node)
         self.origins.append(origin)
 
-    def _new_value(self, like: int | None) -> int:
+    def _new_value(self, like: int) -> int:
         value = max(self.specs) + 1
-        if like is not None:
-            self.specs[value] = self.program.specs[like]
+        self.specs[value] = self.program.specs[like]
         self.storages[value] = min(0, *self.storages.values()) - 1  # of its own
         return value
 
@@ -96,6 +82,7 @@ class _Sharing:
 
     def _share(self, term: int, argument: Any) -> int:
         like = argument.value if isinstance(argument, Ref) else self.program.loss_value
+        assert like is not None
         made = self._new_value(like)
         self._append(
             Node(kind=NodeKind.LOSS_SHARE, target=str(term), outputs=(made,), arguments=(argument,)), None
@@ -117,7 +104,7 @@ class _Sharing:
         self.again[value] = self._new_value(value)
         repeated = replace(
             node,
-            target=_OUT_OF_PLACE.get(node.target, node.target),
+            target=out_of_place_form(node.target) or node.target,
             arguments=tuple(arguments),
             outputs=(self.again[value],),
             mutates=(),

@@ -67,14 +67,14 @@ def find_loss_terms(program: Program, record_larger: _RecordLarger) -> None:
         walk.run()
         walk.check_rows()
     except _NeedsLarger:
-        walk = _followed_twice(program, record_larger(2), record_larger)
+        walk = _followed_twice(program, record_larger)
     program.loss_terms = tuple(walk.terms)
     program.loss_path = LossPath(walk.root, walk.edges)
     program.warnings += list(dict.fromkeys(walk.warnings))
 
 
-def _followed_twice(program: Program, larger: Program | None, record_larger: _RecordLarger) -> _Walk:
-    found = None
+def _followed_twice(program: Program, record_larger: _RecordLarger) -> _Walk:
+    larger, found = record_larger(2), None
     if larger is not None and are_alike(program, larger):
         found = _walk_of_both(program, larger)
     elif larger is not None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path
 
 from outsize.errors import RecordingError
 from outsize.model.autograd_functions import autograd_functions_recorded
-from outsize.model.batch_entries import flatten_batch, sample_entries
+from outsize.model.batch_entries import count_samples, flatten_batch, sample_entries
 from outsize.model.execution import Execution, on_shapes, on_values
 from outsize.model.hooks import blocks_with_forward_hooks, gradient_hooks_refused
 from outsize.model.in_place_writes import apply_out_of_place
@@ -111,7 +111,7 @@ def _record(
                 output = _run(recorder, module, leaves, args, kwargs, reuse=reuse)
                 program = _finish(recorder, output)
                 program.sample_entries = with_samples
-                program.num_samples = next((entries[name].shape[0] for name in with_samples), 1)
+                program.num_samples = count_samples(entries, with_samples)
         except LeafMustOpen as signal:
             _open(module, opened, leaves, signal.names)
             continue
@@ -208,10 +208,9 @@ def _leaf_calls_recorded(
     held = [(part._parameters, dict(part._parameters)) for part in leaf.modules()]
 
     def record_call(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # with other parameters, as functional_call gives, it is not this block
         if recorder.leaf is not None or not _are_held(held):
-            return run(
-                *args, **kwargs
-            )  # with other parameters, as functional_call gives, it is not this block
+            return run(*args, **kwargs)
         arguments = recorder.flatten_arguments(args, kwargs)
         versions = _versions(args, kwargs)
         recorder.leaf, recorder.leaf_is_random = name, False

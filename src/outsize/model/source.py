@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from outsize.errors import ModelError, OutsizeError
-from outsize.model.batch_entries import flatten_batch, sample_entries
+from outsize.model.batch_entries import count_samples, flatten_batch, sample_entries
 
 __all__ = ["ModelSource", "call_user_function", "resize_batch"]
 
@@ -59,8 +59,10 @@ class ModelSource:
             )
         return resize_batch(batch, num_samples)
 
-    def shared_entries(self, num_samples: int) -> frozenset[str]:
-        """Return the entries with as many rows as there are samples that one sample more does not lengthen.
+    def shared_entries(self, sample_batch: Any) -> frozenset[str]:
+        """Return the entries of a batch of :meth:`sample_batch` that one sample more does not lengthen.
+
+        They are those with as many rows as there are samples, by chance.
 
         Of a batch returned beside the module nothing more than its rows is known: then there are none.
 
@@ -69,13 +71,11 @@ class ModelSource:
         """
         if self.make_batch is None:
             return frozenset()
-        entries, larger = (
-            flatten_batch(self.sample_batch(number))[0] for number in (num_samples, num_samples + 1)
-        )
+        entries = flatten_batch(sample_batch)[0]
+        names = sample_entries(entries)
+        larger = flatten_batch(self.sample_batch(count_samples(entries, names) + 1))[0]
         return frozenset(
-            name
-            for name in sample_entries(entries)
-            if name in larger and larger[name].shape == entries[name].shape
+            name for name in names if name in larger and larger[name].shape == entries[name].shape
         )
 
     def _build(self) -> tuple[nn.Module, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outsize.errors import BatchError, RecordingError
-from outsize.model.batch_entries import flatten_batch, sample_entries
+from outsize.model.batch_entries import count_samples, flatten_batch, sample_entries
 from outsize.model.loss_elements import count_loss_elements, loss_scales
 from outsize.model.program import Program
 from outsize.plan.plan import Plan
@@ -123,7 +123,7 @@ class BatchSplitter:
         if part.is_empty:
             scales = [0.0] * len(scales)
         entries = {name: value.to(self._device) for name, value in part.entries.items()}
-        num_samples = 0 if part.is_empty else self._num_rows(entries)
+        num_samples = 0 if part.is_empty else count_samples(entries, self._form.with_samples)
         return Microbatch(MicrobatchInputs(entries, tuple(scales)), placement, num_samples)
 
     def _mine(self) -> slice:
@@ -168,7 +168,7 @@ class BatchSplitter:
         rows = {name: entries[name].shape[0] for name in sorted(self._form.with_samples)}
         if len(set(rows.values())) > 1:
             raise BatchError("The batch's entries differ in their number of samples.", why=f"{rows}.")
-        num_rows = self._num_rows(entries)
+        num_rows = count_samples(entries, self._form.with_samples)
         if not 0 < num_rows <= self._plan.global_batch:
             raise BatchError(
                 f"The batch has {num_rows} samples.",
@@ -176,9 +176,6 @@ class BatchSplitter:
                 attempt=f"1 to {self._plan.global_batch} samples, or a plan for more.",
             )
         return num_rows
-
-    def _num_rows(self, entries: Mapping[str, torch.Tensor]) -> int:
-        return next((entries[name].shape[0] for name in self._form.with_samples), 1)
 
     def _check_entry(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
         if value.dtype != dtype:
@@ -201,8 +198,8 @@ def _check_forms(recordings: Sequence[Program]) -> None:
     Raises:
         RecordingError: two recordings differ.
     """
-    forms = [_forms(recording) for recording in {id(each): each for each in recordings}.values()]
-    if any(form != forms[0] for form in forms):
+    first, *others = {id(each): each for each in recordings}.values()
+    if any(_forms(other) != _forms(first) for other in others):
         raise RecordingError(
             "The loss has another form for some micro-batches than for others.",
             why="A number read from the batch, or its number of samples, decides how the loss is computed.",

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_unflatten
 
 from outsize.errors import BatchError
 from outsize.model.batch_entries import BatchLayout, flatten_batch
-from outsize.model.program import NodeKind, Program, Ref
+from outsize.model.program import Ref
+from outsize.model.sample_dims import SampleDims
 from outsize.plan.plan import Plan
 from outsize.runtime.executions import Executions
 from outsize.runtime.mesh import ProcessMesh
@@ -88,7 +89,7 @@ class Predictor:
             * self._plan.schedule.num_microbatches
         )
         summed = {recording.loss_value, *(term.value for term in recording.loss_terms)}
-        of_samples = _values_of_samples(recording, self._form.with_samples)
+        dims = SampleDims(recording, None)
         found: dict[int, _Assembly] = {}
         for position, (leaf, same) in enumerate(zip(recording.outputs, other.outputs, strict=True)):
             if not isinstance(leaf, Ref):
@@ -99,7 +100,7 @@ class Predictor:
                 found[position] = "sum"
             elif len(grown) == 1:
                 found[position] = grown[0]
-            elif num_parts == 1 or leaf.value not in of_samples:
+            elif num_parts == 1 or not dims.reads_samples(leaf.value):
                 found[position] = "any"
             else:
                 raise _inseparable(position, before, grown)
@@ -148,16 +149,6 @@ class Predictor:
         if value.numel():
             dist.broadcast(value.reshape(-1).view(torch.uint8), source)  # as bytes: any dtype travels
         return value
-
-
-def _values_of_samples(program: Program, with_samples: frozenset[str]) -> set[int]:
-    """Return the values that depend on entries of the batch which hold samples."""
-    found: set[int] = set()
-    for node in program.nodes:
-        is_entry = node.kind is NodeKind.INPUT and node.target in with_samples
-        if is_entry or not found.isdisjoint(node.inputs):
-            found.update((*node.outputs, *node.mutates))
-    return found
 
 
 def _inseparable(position: int, shape: tuple[int, ...], grown: list[int]) -> BatchError:

@@ -72,9 +72,8 @@ class StageForMicrobatches(nn.Module):
         if position is None:
             return torch.zeros(())
         loss = leaves[position]
-        return (
-            loss.sum() if loss.dim() else loss
-        )  # a view would keep what the stage received until the step ends
+        # not a view, which would keep what the stage received until the step ends
+        return loss.sum() if loss.dim() else loss
 
     @contextmanager
     def keep_outputs(self) -> Iterator[dict[int, list[Any]]]:

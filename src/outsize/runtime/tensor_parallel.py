@@ -61,11 +61,12 @@ def lower(
     fingerprint = operator_fingerprint(program)
     if sharding.evaluation is not None and fingerprint == sharding.evaluation.fingerprint:
         sharding = sharding.evaluation
-    wanted = output_values(program) if keeps_outputs else wanted_values(program)
+    find_wanted = output_values if keeps_outputs else wanted_values
     is_planned = fingerprint == sharding.fingerprint and len(sharding.choices) == len(program.nodes)
     if planned_for is not None and (keeps_outputs or not is_planned):
         known = program if is_planned else unflatten_batched_products(planned_for)
-        sharding = replace(sharding, choices=matched_choices(program, known, sharding.choices, wanted))
+        choices = matched_choices(program, known, sharding.choices, find_wanted(program))
+        sharding = replace(sharding, choices=choices)
     elif not is_planned:
         raise PlanError(
             "The plan's operator splits do not belong to this model.",
@@ -75,7 +76,7 @@ def lower(
     shared, origins = share_loss(program)
     origin_choices = [None if origin is None else sharding.choices[origin] for origin in origins]
     lowering = _Lowering(shared, sharding, origin_choices, rank, axis, may_run_whole=planned_for is not None)
-    return lowering.run(output_values(shared) if keeps_outputs else wanted_values(shared))
+    return lowering.run(find_wanted(shared))
 
 
 def parameter_placements(sharding: Sharding) -> dict[str, Shard]:

@@ -108,13 +108,14 @@ def run_rank(job: TrainingJob) -> RankReport:
     try:
         source = load_model(job.model, sequence=job.sequence)
         batches = BatchSource(source, job.data)
+        sample_batch = source.sample_batch(job.plan.microbatch_size)
         model = parallelize(
             source.factory,
             job.plan,
-            sample_batch=source.sample_batch(job.plan.microbatch_size),
+            sample_batch=sample_batch,
             device=device,
             enforce_memory_limit=True,
-            shared_entries=source.shared_entries(job.plan.microbatch_size),
+            shared_entries=source.shared_entries(sample_batch),
         )
         trainer = Trainer(
             model,
