@@ -70,5 +70,5 @@ def check_trainable(module: nn.Module) -> None:
             raise ModelError(
                 f"The gradients of {name or 'the model'} are sparse.",
                 why="Gradients of micro-batches and replicas are added up dense.",
-                attempt="sparse=False; the parameter_server strategy sends the rows alone.",
+                attempt="sparse=False.",
             )
