@@ -109,12 +109,18 @@ def _print_commands(console: Console, commands: Sequence[str]) -> None:
 def run_under_plan(
     plan: Plan, request: PlanRequest, settings: RunSettings, directory: Path
 ) -> list[RankReport]:
-    """Write the plan into ``directory`` and run the job there, one process a device."""
-    from outsize.runtime.worker import run_job
+    """Write the plan into ``directory`` and run the job there, one process a device.
 
+    Raises:
+        OutsizeError: the job cannot run; nothing was written.
+    """
+    from outsize.runtime.worker import check_job, run_job
+
+    job = training_job(plan, request, settings, directory)
+    check_job(job)
     directory.mkdir(parents=True, exist_ok=True)
     save_plan(plan, directory / "plan.json")
-    return run_job(training_job(plan, request, settings, directory))
+    return run_job(job)
 
 
 def training_job(plan: Plan, request: PlanRequest, settings: RunSettings, directory: Path) -> TrainingJob:

@@ -176,6 +176,9 @@ class ParallelModel:
         """Save parameters, buffers and optimizer below ``folder``; return the checkpoint's path.
 
         It loads under any other plan of the same model and optimizer.
+
+        Raises:
+            LaunchError: it cannot be written; earlier ones are as they were.
         """
         return save_entries(folder, self.num_steps, self._entries())
 
@@ -183,7 +186,7 @@ class ParallelModel:
         """Go on from the newest checkpoint below ``folder``, or from ``folder`` itself if it is one.
 
         Raises:
-            LaunchError: there is no complete checkpoint.
+            LaunchError: there is no complete checkpoint, or a file of it is damaged; nothing was changed.
             PlanError: it is of another model or optimizer; nothing was changed.
         """
         checkpoint = find_checkpoint(folder)

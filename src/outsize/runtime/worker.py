@@ -14,6 +14,8 @@ import torch.distributed as dist
 from outsize.model.argument import load_model
 from outsize.plan.plan import Plan
 from outsize.runtime.batch_source import BatchSource
+from outsize.runtime.checkpoint import find_checkpoint
+from outsize.runtime.checkpoint_description import read_metadata
 from outsize.runtime.environment.launch_environment import LaunchEnvironment
 from outsize.runtime.launch import LocalLaunch, gloo_interface, launch_local
 from outsize.runtime.memory_limit import lift_memory_limit
@@ -94,12 +96,14 @@ def check_job(job: TrainingJob) -> None:
     """Refuse what cannot run, before any process starts.
 
     Raises:
-        OutsizeError: the plan cannot be trained, or there is no such data.
+        OutsizeError: the plan cannot be trained, there is no such data, or no whole checkpoint to go on from.
     """
     check_runnable(job.plan)
     batches = BatchSource(load_model(job.model, sequence=job.sequence), job.data)
     if job.num_validation_batches:
         batches.check_validates()
+    if job.resume:
+        read_metadata(find_checkpoint(Path(job.run_directory) / "checkpoints"))
 
 
 def run_rank(job: TrainingJob) -> RankReport:

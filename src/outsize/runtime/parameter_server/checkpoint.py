@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from outsize.runtime.checkpoint import FORMAT_VERSION, find_checkpoint, load_entries, saved_names
+from outsize.runtime.checkpoint_description import damaged_checkpoint, read_description, read_metadata
 from outsize.runtime.checkpoint_entry import CheckpointEntry, whole_entry
 from outsize.runtime.checkpoint_part import write_part
-from outsize.runtime.checkpoint_storage import reader
 from outsize.runtime.parameter_server.applied_pushes import AppliedPushes
 from outsize.runtime.parameter_server.layout import Shard
 from outsize.runtime.parameter_server.shard_storage import ShardStorage, ShardValues
@@ -100,11 +100,18 @@ def read_info(folder: Path) -> CheckpointInfo:
     """Return what a checkpoint says about itself.
 
     Raises:
-        LaunchError: it is not a complete checkpoint.
+        LaunchError: it is not a complete checkpoint, or damaged.
+        PlanError: it has another format version.
     """
-    data = json.loads((find_checkpoint(folder) / _MANIFEST).read_text())
-    watermark, *newer = data.get("applied", [0])
-    return CheckpointInfo(int(data["step"]), AppliedPushes(watermark, newer))
+    checkpoint = find_checkpoint(folder)
+    description = read_description(checkpoint)
+    applied = description.get("applied", [0])
+    if not isinstance(applied, list) or not applied or not all(type(push) is int for push in applied):
+        raise damaged_checkpoint(
+            checkpoint, f"{checkpoint / _MANIFEST} gives {applied!r} as the pushes applied."
+        )
+    watermark, *newer = applied
+    return CheckpointInfo(description["step"], AppliedPushes(watermark, newer))
 
 
 def load_shards(folder: Path, storage: ShardStorage) -> int:
@@ -149,7 +156,7 @@ def load_whole(folder: Path, *, only: set[str] | None = None) -> dict[str, torch
         PlanError: one of ``only`` is not in it.
     """
     checkpoint = find_checkpoint(folder)
-    metadata: dict[str, Any] = dict(reader(checkpoint).read_metadata().state_dict_metadata)
+    metadata: dict[str, Any] = dict(read_metadata(checkpoint).state_dict_metadata)
     names = only if only is not None else {name for name in metadata if not name.startswith("optimizer/")}
     values = {
         name: torch.zeros(metadata[name].size, dtype=metadata[name].properties.dtype)
