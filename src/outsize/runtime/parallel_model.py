@@ -16,6 +16,7 @@ from outsize.errors import TrainingError
 from outsize.model.batch_entries import flatten_batch
 from outsize.model.operator_rules.placement import Shard
 from outsize.plan.plan import Plan
+from outsize.runtime.agreement import check_same_batch
 from outsize.runtime.checkpoint import find_checkpoint, load_entries, save_entries, saved_names
 from outsize.runtime.checkpoint_entry import CheckpointEntry
 from outsize.runtime.data_parallel import sum_gradients
@@ -86,6 +87,7 @@ class ParallelModel:
         self._module, self._held = module, held
         self.executions, self._splitter = executions, splitter
         self._predictors: list[Predictor] = []
+        self._batches_agreed: set[str] = set()  # methods whose first batch was compared over processes
         self._training_modes = {part: part.training for part in module.modules()}
 
     @property
@@ -97,7 +99,8 @@ class ParallelModel:
         """Update the parameters with one global batch.
 
         Raises:
-            BatchError: the batch does not have the shape the plan needs; nothing was sent or changed.
+            BatchError: the batch does not have the shape the plan needs, or the first one is not the same on
+                every process; nothing was changed.
             DoesNotFitError: this device ran out of memory.
             TrainingError: a gradient is not finite; no process changed a parameter.
         """
@@ -108,6 +111,7 @@ class ParallelModel:
 
     def compute_gradients(self, batch: Any) -> StepResult:
         """Leave the gradients of one global batch in ``parameter.grad``, summed over all that hold it."""
+        self._check_first_batch("train", batch)
         split = self._splitter.split(batch)
         self.optimizer.zero_grad()
         for parameter in self._held.in_modules.values():
@@ -135,8 +139,9 @@ class ParallelModel:
         """Return the loss of one global batch with the module in evaluation mode; parameters stay.
 
         Raises:
-            BatchError: the batch does not have the shape the plan needs.
+            BatchError: the batch does not have the shape the plan needs, or is not the same everywhere.
         """
+        self._check_first_batch("evaluate", batch)
         with self._evaluation_mode():
             loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
             for microbatches in self._splitter.split(batch).accumulation_steps:
@@ -154,6 +159,7 @@ class ParallelModel:
         Raises:
             BatchError: too many samples, or an output that cannot be put together from micro-batches.
         """
+        self._check_first_batch("predict", batch)
         layout = flatten_batch(batch)[1]
         with readable_out_of_memory(self.mesh.rank, self.plan.device_memory_bytes, "predicting"):
             predictor = next((each for each in self._predictors if each.is_for(layout)), None)
@@ -162,6 +168,12 @@ class ParallelModel:
                 self._predictors.append(predictor)
             with self._evaluation_mode():
                 return predictor.predict(batch)
+
+    def _check_first_batch(self, method: str, batch: Any) -> None:
+        """Compare the first batch of a method over processes, before a check that may fail on one alone."""
+        if method not in self._batches_agreed:
+            check_same_batch(batch, self.mesh.device)
+            self._batches_agreed.add(method)
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
