@@ -32,4 +32,4 @@ def _values(tensor: torch.Tensor) -> bytes | memoryview:
     if tensor.layout is not torch.strided:
         return repr(tensor).encode()
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    return memoryview(dense.view(torch.uint8).numpy())
+    return dense.view(torch.uint8).numpy().data
