@@ -1,6 +1,7 @@
 """Buffers that a forward writes: each write is done once, by the stage where it belongs."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from outsize.model.batch_norm import batch_norm_warnings
 from outsize.model.cuts import cut_points
 from outsize.model.record import record_module
 from outsize.model.recording import record
+from outsize.model.written_buffers import written_buffer_warnings
 from sliced_run import run_sliced, run_whole, worst_relative_error
 
 X = torch.linspace(-1, 1, 48, dtype=torch.float64).view(6, 8).sin()
@@ -84,3 +86,64 @@ def test_batch_norm_is_said_when_a_model_is_recorded() -> None:
     assert warning.startswith("batch norm in blocks.0.1 and 2 more takes statistics over one micro-batch")
     assert batch_norm_warnings(module.eval()) == []
     assert batch_norm_warnings(nn.Linear(2, 2)) == []
+
+
+class Centred(nn.Module):
+    """Blocks with a running mean of their own, written in place or replaced."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.mean: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            if self.in_place:
+                self.mean.copy_(mean)
+            else:
+                self.mean = mean
+        output: torch.Tensor = self.linear(x - self.mean)
+        return output
+
+
+class Chain(nn.Module):
+    """Two blocks of one kind."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def spectral() -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: Centred(in_place=True), "of blocks.0 writes its buffer mean (1 more"),
+        (lambda: Centred(in_place=False), "of blocks.0 writes its buffer mean (1 more"),
+        (spectral, "of blocks.0.parametrizations.weight.0 writes its buffer _u (3 more"),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), None),
+        (lambda: nn.Linear(8, 8), None),
+    ],
+    ids=["in place", "replaced", "spectral norm", "batch norm", "nothing written"],
+)
+def test_buffers_that_blocks_write_are_said(make: Callable[[], nn.Module], expected: str | None) -> None:
+    """Whatever the module, in training mode alone; batch norm has its own sentence."""
+
+    module = Chain(make)
+    program = record(module, (X.float(),))
+    found = written_buffer_warnings(program, module)
+    assert len(found) == (expected is not None)
+    assert expected is None or expected in found[0]
+    assert all(warning in program.warnings for warning in found)
+    assert written_buffer_warnings(record(module.eval(), (X.float(),)), module) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -143,3 +144,29 @@ def test_without_it_a_plan_of_several_parts_warns() -> None:
         UserWarning, match=r"batch norm in images\.1 and 4 more takes statistics over one micro-batch"
     ):
         parallelize(normed, plan, sample_batch=images())
+
+
+class Tracked(nn.Module):
+    """A running mean of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.mean: torch.Tensor
+
+    def forward(self, images: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(images[:, 0, :4, :4].flatten(1))
+        self.mean.lerp_(hidden.detach().mean(0), 0.1)
+        return nn.functional.mse_loss(hidden - self.mean, target)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_any_buffer_written_several_times_a_step_warns(num_microbatches: int) -> None:
+    """The general case of B193; with one micro-batch a step there is nothing to say."""
+    plan = make_plan(Mesh(), num_microbatches, batch_norm="per_replica")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        parallelize(lambda: Tracked().double(), plan, sample_batch=images())
+    found = [str(each.message) for each in shown if "writes its buffer mean" in str(each.message)]
+    assert len(found) == num_microbatches - 1

@@ -29,13 +29,14 @@ def inspect(
     from outsize.model.batch_norm import batch_norm_warnings
     from outsize.model.deferred import build_deferred
     from outsize.model.profiling import profile_recordings, record_for_profile
+    from outsize.model.written_buffers import written_buffer_warnings
 
     source = load_model(model, sequence=sequence)
     module = build_deferred(source.factory).module
     recordings = record_for_profile(module, source.sample_batch)
     profile = profile_recordings(module, recordings, name=source.name)
     program = recordings[0].program
-    program.warnings += batch_norm_warnings(module)
+    program.warnings += batch_norm_warnings(module) + written_buffer_warnings(program, module)
     if as_json:
         print(json.dumps(_as_json(profile, program), indent=2))
         return

@@ -19,10 +19,11 @@ __all__ = ["Changes", "kept_attributes"]
 
 @dataclass(slots=True)
 class Changes:
-    """Full names of what a forward put in another's place on a module."""
+    """Full names of what a forward put in another's place on a module, and of the buffers that it wrote."""
 
     numbers: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
+    written_buffers: list[str] = field(default_factory=list)  # in place, or replaced
 
     def check(self, blocks: Sequence[str]) -> list[str]:
         """Return warnings about numbers set outside ``blocks``, which are recorded as they were.
@@ -57,6 +58,7 @@ def kept_attributes(module: nn.Module) -> Iterator[Changes]:
     """
     changes = Changes()
     before = [(path, part, dict(vars(part)), dict(part._buffers)) for path, part in module.named_modules()]
+    versions = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
     try:
         yield changes
     finally:
@@ -64,6 +66,8 @@ def kept_attributes(module: nn.Module) -> Iterator[Changes]:
             prefix = f"{path}." if path else ""
             changes.buffers += [prefix + name for name in _put_back(part._buffers, buffers)]
             changes.numbers += [prefix + name for name in _put_back(vars(part), attributes)]
+        written = [name for name, (buffer, version) in versions.items() if buffer._version != version]
+        changes.written_buffers = written + changes.buffers
 
 
 def _put_back(held: dict[str, Any], before: dict[str, Any]) -> list[str]:

@@ -185,6 +185,7 @@ class Program:
     sample_entries: frozenset[str] = frozenset()  # entries of the batch whose first dim counts samples
     guards: tuple[Guard, ...] = ()  # hold for the recorded batch; others are checked
     rung: Rung = Rung.FAKE_TENSORS
+    written_buffers: tuple[str, ...] = ()  # by the forward, inside blocks too; of alike blocks by the first
     warnings: list[str] = field(default_factory=list)
     module: nn.Module | None = None  # that was recorded, where stage modules are wanted
 

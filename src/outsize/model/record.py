@@ -116,6 +116,7 @@ def _record(
             _open(module, opened, leaves, signal.names)
             continue
         program.warnings += changes.check(leaves)
+        program.written_buffers = tuple(changes.written_buffers)
         return program
     raise RecordingError(
         f"the module could not be recorded in {_MAX_RECORDINGS} attempts",

@@ -14,6 +14,7 @@ from outsize.model.deferred import build_deferred
 from outsize.model.factory_digest import first_difference
 from outsize.model.program import Node, NodeKind, Program
 from outsize.model.record import Granularity, record_module
+from outsize.model.written_buffers import written_buffer_warnings
 
 __all__ = ["record"]
 
@@ -45,7 +46,7 @@ def record(
         program = record_module(module, batch, granularity=granularity)
         _compare_steps(program, record_module(second.module, batch, granularity=granularity))
     program.module = module
-    program.warnings += batch_norm_warnings(module)
+    program.warnings += batch_norm_warnings(module) + written_buffer_warnings(program, module)
     return program
 
 

@@ -15,6 +15,7 @@ from outsize.model.batch_norm import batch_norm_warnings
 from outsize.model.deferred import DeferredModel, build_deferred
 from outsize.model.program import Program
 from outsize.model.source import resize_batch
+from outsize.model.written_buffers import written_buffer_warnings
 from outsize.plan.plan import Plan
 from outsize.runtime.agreement import check_same_model
 from outsize.runtime.batch_norm import apply_synchronised_batch_norm
@@ -74,7 +75,9 @@ def parallelize(
     executions = Executions(deferred, layout, form.with_samples, plan, mesh, state)
     microbatch = flatten_batch(resize_batch(sample_batch, plan.microbatch_size, form.with_samples))[0]
     placement = executions.placement(microbatch)
-    _check_recording(placement.recording, is_first=mesh.rank == 0)
+    _check_loss(placement.recording)
+    if mesh.rank == 0:
+        _show_warnings(placement.recording, deferred.module, plan)
     memory = start_measuring(mesh.device)
     if enforce_memory_limit and plan.device_memory_bytes is not None:
         apply_memory_limit(plan.device_memory_bytes)
@@ -94,17 +97,21 @@ def parallelize(
     )
 
 
-def _check_recording(recording: Program, *, is_first: bool) -> None:
-    """Refuse a recording without a loss; let the first process show its warnings."""
+def _check_loss(recording: Program) -> None:
     if recording.loss_value is None:
         raise RecordingError(
             "The model returns no loss.",
             why="Training differentiates the output named loss, a scalar, or the only scalar.",
             attempt="a sample batch with labels, or a module whose forward returns the loss.",
         )
-    if is_first:
-        for warning in recording.warnings:
-            warnings.warn(warning, stacklevel=3)
+
+
+def _show_warnings(recording: Program, module: nn.Module, plan: Plan) -> None:
+    shown = list(recording.warnings)
+    if plan.global_batch > plan.microbatch_size:
+        shown += written_buffer_warnings(recording, module)
+    for warning in shown:
+        warnings.warn(warning, stacklevel=3)
 
 
 def _arrange_batch_norm(module: nn.Module, plan: Plan, mesh: ProcessMesh) -> None:
