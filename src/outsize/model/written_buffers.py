@@ -21,9 +21,9 @@ def written_buffer_warnings(program: Program, module: nn.Module) -> list[str]:
     others = f" ({len(names) - 1} more are written like it)" if len(names) > 1 else ""
     return [
         f"the forward of {owner or 'the model'} writes its buffer {buffer}{others}: in each step once for "
-        "every micro-batch, from that micro-batch alone, and on every replica a copy of its own; one process would "
-        "write it once a step, from the whole batch. Training depends on how many micro-batches and replicas "
-        "there are"
+        "every micro-batch, from that micro-batch alone, and on every replica a copy of its own; one process "
+        "would write it once a step, from the whole batch. Training depends on how many micro-batches and "
+        "replicas there are"
     ]
 
 
