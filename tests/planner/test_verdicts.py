@@ -112,7 +112,13 @@ def test_a_block_larger_than_a_device_is_said_to_be_the_trouble() -> None:
     """One block of 40 M parameters needs 305 MiB for parameters and gradients; devices have 256 MiB."""
     blocks = (
         uniform_block(0),
-        uniform_block(1, kind="huge", parameters=40_000_000, max_tensor_parallel_degree=4),
+        uniform_block(
+            1,
+            kind="huge",
+            parameters=40_000_000,
+            num_largest_parameter=1_000_000,
+            max_tensor_parallel_degree=4,
+        ),
         uniform_block(2),
         uniform_block(3),
     )

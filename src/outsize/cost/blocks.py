@@ -38,6 +38,7 @@ class BlockCost:
     full_s: float  # added to backward by recomputing the block
     parameters: float
     trainable: float
+    largest_parameter: float  # elements of the largest single one
     expert_parameters: float  # of these, divided over ``ep``; the others are the same on all its members
     tied_parameters: float  # needed once more when the owner is on another stage
     buffer_bytes: float
@@ -62,6 +63,7 @@ class BlockCosts:
     full_s: Array
     parameters: Array
     trainable: Array
+    largest_parameter: Array
     expert_parameters: Array
     tied_parameters: Array
     buffer_bytes: Array
@@ -255,6 +257,7 @@ def _sizes(block: BlockProfile, samples: int, shards: Shards, scale: float, job:
     return {
         "parameters": parameters,
         "trainable": trainable,
+        "largest_parameter": _largest_parameter(block, shards, parameters),
         "expert_parameters": block.num_expert_parameters / (tensor * shards.expert),
         "tied_parameters": block.num_tied_parameters / tensor,
         "buffer_bytes": float(block.buffer_bytes),
@@ -269,14 +272,24 @@ def _sizes(block: BlockProfile, samples: int, shards: Shards, scale: float, job:
 
 def _unadded_gradient_bytes(block: BlockProfile, shards: Shards, job: Job) -> float:
     """Gradient of the largest weights, which exists once more until it is added to what is accumulated."""
-    if job.software.fuses_gradients:
-        return 0.0
+    return 0.0 if job.software.fuses_gradients else _largest_weights(block, shards) * job.state.gradient
+
+
+def _largest_weights(block: BlockProfile, shards: Shards) -> float:
+    """Elements of the largest weights of a product on one device."""
     weights = (
         operator.inner * operator.columns * max(operator.num_experts / shards.expert, 1)
         for operator in block.operators
         if operator.kind == "matmul"
     )
-    return max(weights, default=0.0) / shards.tensor * job.state.gradient
+    return max(weights, default=0.0) / shards.tensor
+
+
+def _largest_parameter(block: BlockProfile, shards: Shards, on_device: float) -> float:
+    """Elements of the largest parameter on one device; where it is not known, of the largest weights."""
+    if block.num_largest_parameter:
+        return on_device * block.num_largest_parameter / block.num_parameters
+    return min(_largest_weights(block, shards) or on_device, on_device)
 
 
 def _communication_s(block: BlockProfile, job: Job, layout: Layout, tensor: int, scale: float) -> float:

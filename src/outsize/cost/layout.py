@@ -46,6 +46,7 @@ class Job:
             software.parameter_bytes or per.parameter,
             software.gradient_bytes or per.gradient,
             per.optimizer_state,
+            per.update,
         )
 
 

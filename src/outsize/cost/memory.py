@@ -1,85 +1,39 @@
 """Bytes per device by category: the sum that decides whether a layout fits.
 
-State per parameter as in `precision`; activations are what each block keeps times the micro-batches in
+State as in `state`; activations are what each block keeps times the micro-batches in
 flight on that rank, and what it keeps for weight gradients times those that are held back; the verdict is
 about the device that needs most, never about the mean. Everything is one array over the pipeline ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from outsize.cost.blocks import BlockCosts
 from outsize.cost.layout import Assignment, Job, Layout
-from outsize.cost.precision import BytesPerParameter
 from outsize.cost.ranks import Ranks
+from outsize.cost.state import HeldParameters, estimate_state
 from outsize.plan.plan import MEMORY_CATEGORIES
-from outsize.units import MIB
 
-__all__ = ["StateBytes", "estimate_memory", "memory_by_rank", "message_bytes", "state_bytes"]
-
-BUCKET_BYTES = 25 * MIB  # gradients are reduced in buckets of this size
+__all__ = ["estimate_memory", "memory_by_rank"]
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class StateBytes:
-    """Bytes of parameters, gradients and optimizer states, gathered blocks included."""
-
-    parameters: Any
-    gradients: Any
-    optimizer_states: Any
-
-
-def state_bytes(
-    parameters: Any, trainable: Any, largest: Any, layout: Layout, per: BytesPerParameter
-) -> StateBytes:
-    """Return the state of ``parameters`` on one device; ``largest`` is the biggest block's.
-
-    Sharded in full, a rank also holds two gathered blocks (the one computed and the next) and one
-    unsharded block of gradients. Numbers or arrays.
-    """
-    level, shards = layout.state_sharding, layout.num_state_shards
-    held = parameters * per.parameter
-    if level == "servers":
-        return StateBytes(held, trainable * per.gradient, 0.0 * held)
-    gradients = trainable * per.gradient
-    states = trainable * per.optimizer_state
-    if shards == 1 or level == "none":
-        return StateBytes(held, gradients, states)
-    states = states / shards
-    if level in {"gradients", "full"}:
-        gradients = gradients / shards + largest * per.gradient
-    if level == "full":
-        held = held / shards + 2 * largest * per.parameter
-    return StateBytes(held, gradients, states)
-
-
-def message_bytes(gradients: Any, largest: Any, layout: Layout, per: BytesPerParameter) -> Any:
-    """Return the bytes of gradients on their way between replicas: two buckets, or one block's."""
-    if layout.num_replicas == 1:
-        return 0.0
-    if layout.num_state_shards > 1 and layout.state_sharding in {"gradients", "full"}:
-        return largest * per.gradient
-    return np.minimum(2.0 * BUCKET_BYTES, gradients)
 
 
 def estimate_memory(job: Job, layout: Layout, costs: BlockCosts, assignment: Assignment) -> dict[str, Array]:
     """Return the peak bytes of a device on each pipeline rank, by category."""
     ranks = Ranks(layout, assignment)
     tied = ranks.tied_elsewhere(costs)
-    parameters = ranks.total(costs.parameters) + tied
-    trainable = ranks.total(costs.trainable) + tied
-    largest = ranks.largest(costs.parameters)
-    state = state_bytes(parameters, trainable, largest, layout, job.state)
+    held = HeldParameters(
+        all=ranks.total(costs.parameters) + tied,
+        trainable=ranks.total(costs.trainable) + tied,
+        in_largest_block=ranks.largest(costs.parameters),
+        in_largest=ranks.largest(costs.largest_parameter),
+    )
+    state = estimate_state(held, layout, job.state)
     modes = assignment.modes
     blocks = np.arange(len(modes))
-    messages = message_bytes(state.gradients, largest, layout, job.state)
     activations = _activations(
         job,
         ranks,
@@ -87,26 +41,17 @@ def estimate_memory(job: Job, layout: Layout, costs: BlockCosts, assignment: Ass
         saved=costs.saved_by_mode[modes, blocks],
         for_weights=costs.weight_gradient_by_mode[modes, blocks],
     )
-    temporaries = ranks.largest(costs.temporary_by_mode[modes, blocks])
-    buffers = job.software.bucket_bytes + messages + 2.0 * ranks.crossing_bytes(costs)
+    temporaries = state.temporaries(activations, ranks.largest(costs.temporary_by_mode[modes, blocks]))
+    messages = state.messages(activations + temporaries)
     return {
         "parameters": state.parameters + ranks.total(costs.buffer_bytes),
         "gradients": state.gradients,
         "optimizer_states": state.optimizer_states,
         "activations": activations,
         "temporaries": temporaries,
-        "communication_buffers": np.maximum(
-            buffers, _gathered_bytes(state.parameters, layout) - activations - temporaries
-        ),
+        "communication_buffers": job.software.bucket_bytes + messages + 2.0 * ranks.crossing_bytes(costs),
         "reserve": np.full(layout.mesh.pp, float(job.cluster.weakest_device().reserve_bytes)),
     }
-
-
-def _gathered_bytes(parameters: Any, layout: Layout) -> Any:
-    """Return the bytes of a bucket of updated parameters on its way, when activations are gone."""
-    if layout.num_state_shards == 1 or layout.state_sharding not in {"optimizer_states", "gradients"}:
-        return 0.0
-    return np.minimum(BUCKET_BYTES, parameters)
 
 
 def _activations(job: Job, ranks: Ranks, costs: BlockCosts, *, saved: Array, for_weights: Array) -> Array:

@@ -21,6 +21,7 @@ class BytesPerParameter:
     parameter: float
     gradient: float
     optimizer_state: float
+    update: float = 0.0  # of the one parameter that the optimizer is at, beside its state
 
     @property
     def total(self) -> float:
@@ -51,4 +52,19 @@ def bytes_per_parameter(precision: str, optimizer: OptimizerSpec) -> BytesPerPar
     if optimizer.name not in num_states:
         raise PlanError(f"No optimizer is called {optimizer.name!r}.", attempt=", ".join(num_states))
     master = state_width if width < 4 else 0
-    return BytesPerParameter(width, width, num_states[optimizer.name] * state_width + master)
+    return BytesPerParameter(
+        parameter=width,
+        gradient=width,
+        optimizer_state=num_states[optimizer.name] * state_width + master,
+        update=_num_temporaries(optimizer) * state_width,
+    )
+
+
+def _num_temporaries(optimizer: OptimizerSpec) -> int:
+    """Tensors like a parameter that its update makes.
+
+    torch's Adam makes a root and a quotient while it still has the quotient of the parameter before; decay
+    that is added to the gradient makes one more.
+    """
+    decays_gradient = optimizer.weight_decay != 0 and optimizer.name != "adamw"
+    return (3 if optimizer.name in {"adamw", "adam"} else 0) + decays_gradient

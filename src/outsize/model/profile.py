@@ -86,6 +86,7 @@ class BlockProfile:
     all_reduce_bytes: Amount = field(default_factory=Amount)  # each
     max_tensor_parallel_degree: int = 1
     # finer figures, where they are known
+    num_largest_parameter: int = 0  # elements of the largest parameter; 0: not known
     num_tied_parameters: int = 0  # held once more if an earlier stage owns them
     operators: tuple[OperatorProfile, ...] = ()
     selective_saved_bytes: Amount | None = None  # kept when only attention scores are recomputed

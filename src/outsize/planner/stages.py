@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from outsize.cost.blocks import BlockCosts
 from outsize.cost.idle_share import idle_share
 from outsize.cost.layout import RECOMPUTE_MODES, Assignment, Job, Layout
-from outsize.cost.memory import estimate_memory, message_bytes
+from outsize.cost.memory import estimate_memory
 from outsize.cost.replicas import gather_wait_s, optimizer_s, reduce_wait_s
+from outsize.cost.state import HeldParameters, StateBytes, estimate_state
 from outsize.cost.step import sent_parts, stage_devices, stage_link
 from outsize.model.profile import ModelProfile
 from outsize.plan.stage_cuts import check_cuts
@@ -108,7 +109,9 @@ class _StageTables:
         held, trained = (table[pick] for table in self._held())
         other = _ranges(costs.exchange_s)[pick] + self._send_s()[pick]
         full_s = _ranges(costs.full_s - extra)[pick]
-        state = self._state_bytes()[pick]
+        state, buffers = self._state(), self._buffer_bytes()
+        beside_working = (state.total + state.in_backward + buffers)[pick]
+        after_backward = (state.total + state.after_backward + buffers)[pick]
         kept = _ranges(self._base_saved())[pick]
         later = _ranges(costs.weight_gradient_bytes)[pick]
         least = _ranges(np.minimum(costs.full_saved_bytes, self._base_saved()))[pick]
@@ -121,7 +124,8 @@ class _StageTables:
         num_saving = np.maximum(_ranges(saves)[pick], 1)
         times: dict[float, Array] = {}
         for stage, device in enumerate(stage_devices(job, layout)):
-            room = device.memory_bytes - job.cluster.weakest_device().reserve_bytes - state
+            room = device.memory_bytes - job.cluster.weakest_device().reserve_bytes
+            cannot = order | (after_backward > room)
             (in_flight,) = layout.in_flight(stage)
             slower = reference / device.rate(job.precision)
             if slower not in times:
@@ -136,13 +140,13 @@ class _StageTables:
                 times[slower] = compute * slower + other + waits
             time = times[slower]
             held_back = layout.held_back_by_chunk[stage]
-            short = kept * in_flight + later * held_back + temporary - room
-            result[stage] = np.where(order | (short > 0), np.inf, time)
+            short = kept * in_flight + later * held_back + temporary + beside_working - room
+            result[stage] = np.where(cannot | (short > 0), np.inf, time)
             if not self.recompute:
                 continue
             can_save = (kept - least) * in_flight + later * held_back
             again = short + recomputed_temporary - temporary
-            helped = (short > 0) & ~order & (can_save > 0) & (again <= can_save)
+            helped = (short > 0) & ~cannot & (can_save > 0) & (again <= can_save)
             share = _whole_blocks(again[helped] / can_save[helped], num_saving[helped])
             result[stage][helped] = time[helped] + share * full_s[helped] * slower
         longest_s = result.max(where=np.isfinite(result), initial=0.0)
@@ -163,24 +167,19 @@ class _StageTables:
             sends[1:-1, :] = 2 * received[:, None]
         return sends
 
-    def _state_bytes(self) -> Array:
-        """Parameters, gradients, optimizer states, buffers and communication buffers of each range."""
-        costs, layout, per = self.costs, self.layout, self.per
+    def _state(self) -> StateBytes:
+        """State of each range, and what stands beside it for a moment."""
+        costs = self.costs
         held, trained = self._held()
-        largest = _range_max(costs.parameters)
-        shards = layout.num_state_shards
-        parameters, gradients = held * per.parameter, trained * per.gradient
-        if shards > 1 and layout.state_sharding in {"gradients", "full"}:
-            gradients = gradients / shards + largest * per.gradient
-        if shards > 1 and layout.state_sharding == "full":
-            parameters = parameters / shards + 2 * largest * per.parameter
-        messages = message_bytes(gradients, largest, layout, per)
-        received = np.concatenate([[0.0], costs.output_bytes[:-1], [0.0]])
-        sent = np.concatenate([[0.0], costs.output_bytes[:-1], [0.0]])
-        buffers = _ranges(costs.buffer_bytes) + 2 * (received[:, None] + sent[None, :])
-        states = 0.0 if layout.state_sharding == "servers" else trained * per.optimizer_state / shards
-        result: Array = parameters + gradients + states + messages + buffers
-        return result
+        largest, largest_block = _range_max(costs.largest_parameter), _range_max(costs.parameters)
+        return estimate_state(HeldParameters(held, trained, largest_block, largest), self.layout, self.per)
+
+    def _buffer_bytes(self) -> Array:
+        """The model's buffers, and those of communication between stages, of each range."""
+        costs = self.costs
+        crossing = np.concatenate([[0.0], costs.output_bytes[:-1], [0.0]])
+        buffers: Array = _ranges(costs.buffer_bytes) + 2 * (crossing[:, None] + crossing[None, :])
+        return buffers + self.job.software.bucket_bytes
 
     def tail_s(self, legal: list[int]) -> Array:
         """Seconds a step ends later for the first stage's replicas and optimizer, by its last boundary."""
@@ -266,14 +265,14 @@ def _fill(
     modes = np.full(len(costs.blocks), mode)
     base = Assignment(bounds, (layout.base_recompute,) * len(modes))
     memory = estimate_memory(job, layout, costs, base)
-    missing = sum(memory.values()) - np.array([device.memory_bytes for device in stage_devices(job, layout)])
+    available = np.array([device.memory_bytes for device in stage_devices(job, layout)])
+    missing = sum(memory.values()) - available
     sizes = np.diff(bounds)
     saving = np.repeat(layout.in_flight_by_chunk, sizes) * (
         costs.saved_by_mode[mode] - costs.full_saved_bytes
     )
     saving += np.repeat(layout.held_back_by_chunk, sizes) * costs.weight_gradient_by_mode[mode]
     rank_of_block = np.repeat(layout.rank_of_chunk, sizes)
-    fits = True
     for stage in np.flatnonzero(missing > 0):
         useful = np.flatnonzero((rank_of_block == stage) & (saving > 0)) if recompute else np.array([], int)
         order = useful[
@@ -285,5 +284,7 @@ def _fill(
         enough = np.flatnonzero(left <= 0)
         count = int(enough[0]) + 1 if enough.size else len(order)
         modes[order[:count]] = len(RECOMPUTE_MODES) - 1
-        fits = fits and enough.size > 0
-    return StageCuts(Assignment(bounds, tuple(RECOMPUTE_MODES[index] for index in modes)), fits)
+    chosen = Assignment(bounds, tuple(RECOMPUTE_MODES[index] for index in modes))
+    if missing.max() > 0:  # what freed activations leave may be needed after backward
+        missing = sum(estimate_memory(job, layout, costs, chosen).values()) - available
+    return StageCuts(chosen, fits=bool(missing.max() < 1))

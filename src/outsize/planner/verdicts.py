@@ -92,8 +92,9 @@ def _why_not(strategy: Strategy, job: Job, shown: Evaluated) -> Reason:
         return Reason(ReasonCode.STATE_TOO_BIG, _state_text(strategy, job, shown, memory, usable))
     layout = shown.layout
     text = (
-        f"the state of {format_bytes(state)} fits, but activations of {format_bytes(memory['activations'])} "
-        f"and temporaries of {format_bytes(memory['temporaries'])} do not: micro-batches of "
+        f"the state of {format_bytes(state)} fits, but activations of {format_bytes(memory['activations'])}, "
+        f"temporaries of {format_bytes(memory['temporaries'])} and communication buffers of "
+        f"{format_bytes(memory['communication_buffers'])} do not: micro-batches of "
         f"{layout.microbatch_size}, {max(layout.in_flight(0))} in flight, {usable} usable"
     )
     return Reason(ReasonCode.ACT_TOO_BIG, text)

@@ -24,11 +24,15 @@ def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessG
     _fill_missing(parameters, group)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
-        dist.all_reduce(flat, group=group)
-        summed = torch.split(flat, [gradient.numel() for gradient in bucket])
-        for gradient, values in zip(bucket, summed, strict=True):
-            gradient.copy_(values.view_as(gradient))
+        _sum_bucket(bucket, group)
+
+
+def _sum_bucket(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    summed = torch.split(flat, [gradient.numel() for gradient in gradients])
+    for gradient, values in zip(gradients, summed, strict=True):
+        gradient.copy_(values.view_as(gradient))
 
 
 def _fill_missing(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup) -> None:

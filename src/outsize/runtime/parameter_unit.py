@@ -139,16 +139,21 @@ class GatherInFlight:
     @torch.no_grad()
     def finish(self) -> list[torch.Tensor]:
         """Return the members whole, in the dtype of computations."""
+        if not self._unit.is_gathered:
+            return self._unit.held_whole()
+        wholes = self._unit.empty_wholes()
+        self.finish_in(wholes)
+        return wholes
+
+    @torch.no_grad()
+    def finish_in(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Write the members of a gathered unit where they are held whole."""
         unit = self._unit
-        if not unit.is_gathered:
-            return unit.held_whole()
         self._work.wait()
-        wholes = unit.empty_wholes()
         for rank, message in enumerate(self._gathered.chunk(unit.shards.degree)):
             for whole, shard in zip(wholes, unit.views(message, rank), strict=True):
                 unit.shards.part(whole, rank).copy_(shard)
         del self._gathered
-        return wholes
 
 
 class ReduceInFlight:

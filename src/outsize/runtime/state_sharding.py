@@ -86,23 +86,26 @@ class StateSharding:
     def reduce_gradients(self, held: Mapping[str, nn.Parameter]) -> None:
         """Add up the gradients of whole parameters, and leave to each process those of its rows (ZeRO-1)."""
         for bucket in self._buckets(held):
-            unit = self.unit(bucket)
-            for reduce in unit.start_reduce([each.grad for each in bucket.values()]):
-                reduce.finish()
-            for each in bucket.values():
-                each.grad = None
+            self._reduce(bucket)
 
-    @torch.no_grad()
+    def _reduce(self, bucket: Mapping[str, nn.Parameter]) -> None:
+        for reduce in self.unit(bucket).start_reduce([each.grad for each in bucket.values()]):
+            reduce.finish()
+        for each in bucket.values():
+            each.grad = None
+
     def update_modules(self, held: Mapping[str, nn.Parameter]) -> None:
         """Bring parameters that stand whole in the modules up to date with the rows that were updated."""
         if self.level not in {"optimizer_states", "gradients"}:
             return
         for bucket in self._buckets(held):
-            rows = {name: self.trained(name, each) for name, each in bucket.items()}
-            members = [Member(row, row, self.shape(name)) for name, row in rows.items()]
-            unit = ParameterUnit(members, self.shards, self.group, is_sharded=True)
-            for each, whole in zip(bucket.values(), unit.start_gather().finish(), strict=True):
-                each.copy_(whole)
+            self._update(bucket)
+
+    def _update(self, bucket: Mapping[str, nn.Parameter]) -> None:
+        rows = {name: self.trained(name, each) for name, each in bucket.items()}
+        members = [Member(row, row, self.shape(name)) for name, row in rows.items()]
+        unit = ParameterUnit(members, self.shards, self.group, is_sharded=True)
+        unit.start_gather().finish_in([each.detach() for each in bucket.values()])
 
     def _buckets(self, held: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
         bucket: dict[str, nn.Parameter] = {}
