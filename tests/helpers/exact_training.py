@@ -17,7 +17,14 @@ from outsize.runtime.parallelize import parallelize
 from outsize.runtime.row_shards import RowShards
 from outsize.runtime.tensor_parallel import parameter_placements
 
-__all__ = ["TrainedRank", "assert_equal_to_reference", "assert_trains_like_one_process", "batches", "train"]
+__all__ = [
+    "TrainedRank",
+    "assert_equal_to_reference",
+    "assert_trains_like_one_process",
+    "batches",
+    "held_part",
+    "train",
+]
 
 NUM_STEPS = 5
 
@@ -76,17 +83,19 @@ def assert_equal_to_reference(result: TrainedRank, expected: tuple[Any, ...], pl
     losses, norms, gradients, parameters = expected
     assert result.losses == pytest.approx(losses, rel=1e-12)
     assert result.norms == pytest.approx(norms, rel=1e-10)
-    placements = parameter_placements(plan.sharding) if plan.sharding else {}
-
-    def held(name: str, whole: torch.Tensor) -> torch.Tensor:
-        if name in placements:
-            whole = shard_of(whole, placements[name], plan.mesh.tp, result.coordinates["tp"])
-        if plan.state_sharding == "none" or plan.mesh.fsdp == 1:
-            return whole
-        return RowShards(plan.mesh.fsdp, result.coordinates["fsdp"]).own(whole)
-
     for name, parameter in result.parameters.items():
-        torch.testing.assert_close(parameter, held(name, parameters[name]), rtol=1e-10, atol=1e-10)
+        expected_parameter = held_part(name, parameters[name], plan, result.coordinates)
+        torch.testing.assert_close(parameter, expected_parameter, rtol=1e-10, atol=1e-10)
         if name in result.gradients or name in gradients:
-            expected_gradient = held(name, gradients[name])
+            expected_gradient = held_part(name, gradients[name], plan, result.coordinates)
             torch.testing.assert_close(result.gradients[name], expected_gradient, rtol=1e-10, atol=1e-12)
+
+
+def held_part(name: str, whole: torch.Tensor, plan: Plan, coordinates: dict[str, int]) -> torch.Tensor:
+    """Return what the process at ``coordinates`` trains of a parameter, or the same part of its gradient."""
+    placements = parameter_placements(plan.sharding) if plan.sharding else {}
+    if name in placements:
+        whole = shard_of(whole, placements[name], plan.mesh.tp, coordinates["tp"])
+    if plan.state_sharding == "none" or plan.mesh.fsdp == 1:
+        return whole
+    return RowShards(plan.mesh.fsdp, coordinates["fsdp"]).own(whole)
