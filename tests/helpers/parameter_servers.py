@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -109,8 +109,13 @@ def running_job(
 
 
 def start_worker_thread(membership: Membership, index: int, steps: Mapping[str, StepFunction]) -> None:
-    """Run a worker as a thread of this process, until the coordinator stops."""
-    threading.Thread(target=Worker(membership, index, steps).run, daemon=True).start()
+    """Run a worker as a thread of this process, until the coordinator stops or gives it up for another."""
+
+    def run() -> None:
+        with suppress(CoordinatorLostError):
+            Worker(membership, index, steps).run()
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 @contextmanager

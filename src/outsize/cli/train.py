@@ -9,7 +9,31 @@ from typing import Annotated
 
 import typer
 
+from outsize.cli.plan import parse_mesh
+from outsize.plan.plan import OptimizerSpec
+from outsize.runtime.environment.outsize_variables import LaunchFlags
+
 __all__ = ["train"]
+
+_Denominator = Annotated[
+    str | None,
+    typer.Option(help="of losses: samples (exact) or replicas (the mean of each replica's own mean)"),
+]
+_SynchroniseBatchNorm = Annotated[
+    bool, typer.Option("--synchronise-batch-norm", help="statistics over all replicas")
+]
+_Servers = Annotated[int | None, typer.Option(help="parameter servers, with --strategy parameter_server")]
+_Updates = Annotated[
+    str | None, typer.Option(help="of servers: synchronous[:backups], asynchronous, bounded:N or local:N")
+]
+_Partitioner = Annotated[
+    str | None, typer.Option(help="how servers share a variable: fixed:4, min_size:1MiB:4 or max_size:1MiB")
+]
+_RowWise = Annotated[
+    str | None, typer.Option(help="embeddings pulled and pushed by rows: names, with wildcards and commas")
+]
+_Evaluator = Annotated[bool, typer.Option("--evaluator", help="evaluate checkpoints of servers beside")]
+_CheckpointEvery = Annotated[int | None, typer.Option(help="steps between checkpoints of servers")]
 
 
 def train(  # noqa: PLR0913, PLR0917 - a command's options
@@ -29,21 +53,24 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options
     data: Annotated[str | None, typer.Option(help="file.py:function of batches")] = None,
     evaluate_every: Annotated[int, typer.Option(help="steps between evaluations; 0: only at the end")] = 0,
     validation_batches: Annotated[int, typer.Option(help="batches an evaluation takes; 0: none")] = 0,
-    synchronise_batch_norm: Annotated[
-        bool, typer.Option("--synchronise-batch-norm", help="statistics over all replicas")
-    ] = False,
+    synchronise_batch_norm: _SynchroniseBatchNorm = False,
+    denominator: _Denominator = None,
     num_machines: Annotated[int | None, typer.Option(help="machines that run this command")] = None,
     machine_rank: Annotated[int | None, typer.Option(help="which of them this is, from 0")] = None,
     master: Annotated[str | None, typer.Option(help="host:port of machine 0")] = None,
+    servers: _Servers = None,
+    updates: _Updates = None,
+    partitioner: _Partitioner = None,
+    row_wise: _RowWise = None,
+    evaluator: _Evaluator = False,
+    checkpoint_every: _CheckpointEvery = None,
     name: Annotated[str | None, typer.Option(help="the run writes to runs/<name>")] = None,
     resume: Annotated[bool, typer.Option(help="go on from the run's last checkpoint")] = False,
 ) -> None:
     """Train a model, split as a plan says; shows loss, speed, and memory predicted beside measured."""
-    from outsize.cli.plan import parse_mesh
     from outsize.jobs.planning import PlanRequest
+    from outsize.jobs.server_training import ServerSettings
     from outsize.jobs.training import Launch, RunSettings, train_model
-    from outsize.plan.plan import OptimizerSpec
-    from outsize.runtime.environment.outsize_variables import LaunchFlags
 
     _show_log()
     request = PlanRequest(
@@ -55,9 +82,8 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options
         strategy=strategy,
         mesh=parse_mesh(mesh) if mesh else None,
         num_microbatches=microbatches,
-        optimizer=OptimizerSpec(
-            name=optimizer, learning_rate=learning_rate, max_gradient_norm=max_gradient_norm
-        ),
+        row_wise=row_wise,
+        optimizer=OptimizerSpec(optimizer, learning_rate, max_gradient_norm=max_gradient_norm),
         seed=seed,
     )
     settings = RunSettings(
@@ -67,6 +93,8 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options
         num_validation_batches=validation_batches,
         resume=resume,
         synchronise_batch_norm=synchronise_batch_norm,
+        denominator=denominator,
+        servers=ServerSettings(updates, servers, partitioner, checkpoint_every, evaluator),
     )
     flags = LaunchFlags(num_machines=num_machines, machine_rank=machine_rank, master=master)
     train_model(request, settings, name=name, launch=Launch(flags, sys.argv[1:]))

@@ -30,6 +30,7 @@ class PlanRequest:
     strategy: str | None = None
     mesh: Mesh | None = None
     num_microbatches: int | None = None
+    row_wise: str | None = None  # tables that stay on parameter servers: names, comma-separated
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     seed: int = 0
 
@@ -50,7 +51,14 @@ def find_plan(request: PlanRequest) -> Plan:
     from outsize.model.profiling import profile_model
 
     source = load_model(request.model, sequence=request.sequence)
-    return plan_profile(profile_model(source), source, request).best
+    profile = profile_model(source)
+    if request.row_wise is None:
+        return plan_profile(profile, source, request).best
+    from outsize.model.tables import without_tables
+
+    best = plan_profile(without_tables(profile, source, request.row_wise), source, request).best
+    verdicts = tuple(verdict for verdict in best.verdicts if verdict.name == best.strategy)
+    return replace(best, verdicts=verdicts)  # the others would hold the tables
 
 
 def find_cluster(request: PlanRequest) -> Cluster:

@@ -14,10 +14,12 @@ from outsize.jobs.joint_training import train_jointly
 from outsize.jobs.machine_commands import machine_commands
 from outsize.jobs.planning import PlanRequest, find_cluster, find_plan
 from outsize.jobs.run_directory import choose_run_directory
+from outsize.jobs.server_training import ServerSettings, check_strategy, run_with_servers
 from outsize.plan.files import save_plan
 from outsize.plan.plan import Plan
+from outsize.plan.plan_values import with_denominator
 from outsize.report.tables import memory_table, plan_summary
-from outsize.report.training_table import training_table
+from outsize.report.training_table import RunFigures, training_table
 from outsize.runtime.environment.outsize_variables import LaunchFlags
 from outsize.runtime.environment.read_environment import read_environment
 
@@ -39,6 +41,8 @@ class RunSettings:
     resume: bool = False
     show_progress: bool = True
     synchronise_batch_norm: bool = False  # whatever the plan says
+    denominator: str | None = None  # "samples" or "replicas"; None: as the plan says
+    servers: ServerSettings = field(default_factory=ServerSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +55,12 @@ class Launch:
 
 def train_model(
     request: PlanRequest, settings: RunSettings, *, name: str | None = None, launch: Launch | None = None
-) -> list[RankReport]:
+) -> Sequence[RunFigures]:
     """Plan or read the plan, train under it, and print loss, speed and memory beside what was predicted.
 
     Started by a launcher, this process is the part of the job that the launcher says. Started plainly, it
-    runs one process a device of this machine; where the plan needs several machines it prints the command
-    for each and trains nothing.
+    runs one process a device of this machine, and the parameter servers of a plan that has any; where the
+    plan needs several machines it prints the command for each and trains nothing.
 
     Raises:
         OutsizeError: anything that cannot work, before a process starts; or what stopped the processes.
@@ -71,8 +75,13 @@ def train_model(
         plan = find_plan(request)
         if settings.synchronise_batch_norm:
             plan = replace(plan, batch_norm="synchronised")
+        if settings.denominator is not None:
+            plan = with_denominator(plan, settings.denominator)
         console.print(plan_summary(plan))
+        check_strategy(plan, request, settings.servers, environment)
         return plan
+
+    reports: Sequence[RunFigures]
 
     if environment.source != "single_machine":
         plan, directory, reports = train_jointly(
@@ -90,7 +99,8 @@ def train_model(
         if commands := machine_commands(plan, cluster, launch.command, master=launch.flags.master):
             _print_commands(console, commands)
             return []
-        reports = run_under_plan(plan, request, settings, directory)
+        run = run_with_servers if plan.strategy == "parameter_server" else run_under_plan
+        reports = run(plan, request, settings, directory)
     console.print(training_table(plan, reports))
     console.print(memory_table(plan, reports[0].peak_memory_by_rank))
     console.print(f"plan, metrics and checkpoint are in {directory}/")

@@ -93,7 +93,9 @@ def plan_job(  # noqa: PLR0913 - the job and the caller's wishes, all by keyword
         raise error
     estimate = outcome.best.estimate
     gap = max(1 - outcome.lower_bound_s / estimate.step_time_s, 0.0)
-    plan = build_plan(job, outcome.best, strategy_of(outcome.best.layout.mesh, cluster), verdicts)
+    has_servers = outcome.best.layout.state_sharding == "servers"
+    name = "parameter_server" if has_servers else strategy_of(outcome.best.layout.mesh, cluster)
+    plan = build_plan(job, outcome.best, name, verdicts)
     sought = None
     if schedule == SYNTHESISED:
         sought = seek_schedule(job, outcome.best, Evaluator(job).costs(outcome.best.layout))
@@ -134,6 +136,8 @@ def _choose(
     """The outcome of what is forced, else of the fastest runnable strategy."""
     if mesh is not None:
         sharding = "none" if mesh.fsdp == 1 else "full"
+        if strategy == "parameter_server":
+            sharding = _servers(mesh)
         evaluator = Evaluator(job, space.allows_recompute, None if pinned is None else pinned.bounds)
         space = space if pinned is None else pinned.space
         return evaluator.search(layouts_on(job, mesh, sharding, space))
@@ -148,6 +152,17 @@ def _choose(
     best = min(fitting, key=_preference)
     floor = min(outcome.lower_bound_s for outcome in fitting)
     return replace(best, lower_bound_s=floor)
+
+
+def _servers(mesh: Mesh) -> str:
+    """Return how state is divided under parameter servers, whose mesh counts workers alone."""
+    if mesh.world_size != mesh.dp:
+        raise PlanError(
+            "Workers of parameter servers compute whole passes.",
+            why=f"The mesh asked for is {mesh.degrees}.",
+            attempt="a mesh of dp alone, such as dp=4.",
+        )
+    return "servers"
 
 
 def _preference(outcome: Outcome) -> tuple[float, int]:

@@ -119,7 +119,9 @@ def plan_summary(plan: Plan) -> Text:
     if plan.mesh.pp > 1:
         chunks = f", {schedule.num_virtual_stages} virtual stages" if schedule.num_virtual_stages > 1 else ""
         text.append(f", schedule {schedule.name}{chunks}", style="not bold")
-    if plan.state_sharding != "none":
+    if plan.state_sharding == "servers":
+        text.append(", optimizer states on parameter servers", style="not bold")
+    elif plan.state_sharding != "none":
         text.append(f", {plan.state_sharding.replace('_', ' ')} sharded", style="not bold")
     if plan.prediction is not None:
         prediction = plan.prediction

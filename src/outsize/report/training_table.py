@@ -14,7 +14,7 @@ __all__ = ["RunFigures", "training_table"]
 
 
 class RunFigures(Protocol):
-    """What a rank reports of a run; the same on every rank but for the memory."""
+    """What a rank, or the coordinator of parameter servers, reports of a run."""
 
     @property
     def first_loss(self) -> float:
@@ -35,6 +35,10 @@ class RunFigures(Protocol):
     @property
     def tokens_per_s(self) -> float:
         """Tokens (or samples) of the global batch over the step time."""
+
+    @property
+    def peak_memory_by_rank(self) -> Sequence[int | None]:
+        """Peak memory of each device, in bytes where it was measured."""
 
 
 def training_table(plan: Plan, reports: Sequence[RunFigures]) -> Table:

@@ -37,10 +37,11 @@ class UpdateMetrics:
 
     step: int
     loss: float
-    num_tokens: int  # of this update
+    num_tokens: int  # since the start of the run
+    tokens_per_s: float  # since the start of the run
     step_time_s: float  # of the slowest part, with pull and push
     workers: list[int]
-    peak_memory_bytes: list[int | None]
+    peak_memory_bytes: list[int | None]  # of these workers, since the start
 
 
 class MetricsFile:

@@ -21,6 +21,8 @@ from outsize.runtime.parameter_server.settings import SETTINGS_KEY, Settings
 __all__ = ["Pulled", "PushOutcome", "ServerClient"]
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
+_ANSWER_S = 60.0
+"""How much longer a server may take to say that a version did not come."""
 
 
 class PushOutcome(Enum):
@@ -55,6 +57,7 @@ class ServerClient:
         text = wait_for(membership.client(), SETTINGS_KEY, timeout_s)
         self.settings = Settings.from_json(json.loads(text))
         self.layout = self.settings.layout
+        timeout_s = max(timeout_s, self.settings.version_wait_s + _ANSWER_S)
         self._sessions = [
             connect(membership, f"server/{server}", own_name, timeout_s=timeout_s)
             for server in range(self.layout.num_servers)
@@ -64,6 +67,11 @@ class ServerClient:
         self.versions = [0] * self.layout.num_servers
         self._minimum_version = 0
         self._was_dropped = False
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of parameters and gradients here."""
+        return self._parameters.num_bytes + self._gradients.num_bytes
 
     @property
     def _servers_must_agree(self) -> bool:

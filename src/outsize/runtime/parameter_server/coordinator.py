@@ -73,7 +73,7 @@ class Coordinator:
         self._lock = threading.Lock()
         self._ignored: Counter[str] = Counter()
         self._alone: threading.Timer | None = None
-        self._servers = ServerControl(self.membership, settings, self._on_server_lost)
+        self._servers = ServerControl(self.membership, settings, self.abort)
         self._listener = Listener(self.membership, "coordinator", self._serve)
         self._accepting = threading.Thread(target=self._listener.run, daemon=True)
         self._accepting.start()
@@ -143,6 +143,10 @@ class Coordinator:
             OutsizeError: a step failed, a server was lost, or no worker was there for too long.
         """
         self._queue.join()
+
+    def abort(self, error: OutsizeError) -> None:
+        """Cancel what is queued; whoever waits for steps gets this error, unless there was one before."""
+        self._queue.abort(error)
 
     def is_done(self) -> bool:
         """Whether no step is queued or running; raises what ``join`` would."""
@@ -259,9 +263,6 @@ class Coordinator:
             self._queue.put_back(future)
         else:
             self._queue.fail(future, error)
-
-    def _on_server_lost(self, error: OutsizeError) -> None:
-        self._queue.abort(error)
 
     def _note_workers(self) -> None:
         """Start or stop the clock that ends a job without workers."""

@@ -41,6 +41,12 @@ class DenseParameters:
                 tensors[variable.name] = torch.zeros(variable.shape, dtype=variable.dtype)
         self.tensors = {one.name: tensors[one.name] for one in layout.variables if not one.row_wise}
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all this."""
+        cut = {shard.variable.name for shard, _ in self._pieces}
+        return sum(buffer.numel() for buffer in self.buffers) + sum(self.tensors[name].nbytes for name in cut)
+
     def gather(self) -> None:
         """Copy the shards of cut variables out of the buffers."""
         for shard, view in self._pieces:

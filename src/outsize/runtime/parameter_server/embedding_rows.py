@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from outsize.errors import PlanError
-
 __all__ = ["EmbeddingRows"]
 
 _Pull = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -37,12 +35,6 @@ class EmbeddingRows:
 
     def __post_init__(self) -> None:
         for name, module in self.tables.items():
-            if module.max_norm is not None or module.scale_grad_by_freq:
-                raise PlanError(
-                    f"The table {name} cannot be pulled by rows.",
-                    why="max_norm and scale_grad_by_freq need the whole table.",
-                    attempt="--row-wise without it, or a table without them.",
-                )
             module.forward = self._forward_of(name, module)  # type: ignore[method-assign]
 
     @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -13,18 +12,11 @@ from outsize.errors import PlanError
 from outsize.model.batch_norm import batch_norm_warnings
 from outsize.model.deferred import DeferredModel
 from outsize.model.program import NodeKind, Program
+from outsize.model.tables import matching_names
 from outsize.runtime.parameter_server.layout import Shard, Variable
-from outsize.runtime.parameter_server.partitioners import (
-    FixedPartitioner,
-    MaxSizePartitioner,
-    MinSizePartitioner,
-    Partitioner,
-)
-from outsize.units import parse_bytes
+from outsize.runtime.parameter_server.part_model import PartModel
 
-__all__ = ["JobVariables", "find_variables", "initial_values", "parse_partitioner"]
-
-_PARTITIONERS = "fixed:4 (shards), min_size:256KiB:4 (bytes, most shards), max_size:1MiB (bytes)"
+__all__ = ["InitialValues", "JobVariables", "find_variables"]
 
 
 @dataclass(frozen=True)
@@ -36,56 +28,44 @@ class JobVariables:
     tables: Mapping[str, nn.Embedding | nn.EmbeddingBag]  # row-wise, by the name of their weight
 
 
-def find_variables(deferred: DeferredModel, recording: Program, row_wise: str | None) -> JobVariables:
-    """Return the variables of a model. ``row_wise`` are comma-separated names with wildcards, or None.
+def find_variables(model: PartModel, row_wise: str | None) -> JobVariables:
+    """Return the variables of a model: what its forward uses. ``row_wise`` are names of tables or None.
+
+    They are separated by commas and may have wildcards.
 
     Raises:
-        PlanError: a name fits no table that only looks rows up, or batch norm has statistics to train.
+        PlanError: a name fits no table that only looks rows up, a table needs more than rows, or batch norm
+            has statistics to train.
     """
-    _refuse_batch_norm(deferred.module)
-    tables = _chosen(_tables(deferred, recording), row_wise)
-    parameters = dict(deferred.module.named_parameters())
+    _refuse_batch_norm(model.module)
+    tables = _chosen(_tables(model.deferred, model.recording), row_wise)
+    parameters = {name: one for name, one in model.module.named_parameters() if name in model.held}
     trained = {name: one for name, one in parameters.items() if one.requires_grad}
     variables = tuple(
         Variable(name, tuple(parameter.shape), parameter.dtype, name in tables)
         for name, parameter in trained.items()
     )
-    saved = set(deferred.module.state_dict(keep_vars=True))
-    buffers = [name for name, _ in deferred.module.named_buffers() if name in saved]
+    saved = model.held & set(model.module.state_dict(keep_vars=True))
+    buffers = [name for name, _ in model.module.named_buffers() if name in saved]
     constants = [name for name in parameters if name not in trained] + buffers
     return JobVariables(variables, tuple(constants), tables)
 
 
-def initial_values(deferred: DeferredModel, seed: int, shard: Shard) -> torch.Tensor:
-    """Return the first values of a shard, the same as under every other strategy."""
-    name, first = shard.variable.name, shard.first_row
+class InitialValues:
+    """First values of shards, those of every other strategy; the variable asked for last is kept."""
 
-    def rows(_: str, whole: torch.Tensor) -> torch.Tensor:
-        return whole[first : first + shard.num_rows] if whole.dim() else whole
+    def __init__(self, deferred: DeferredModel, seed: int) -> None:
+        self._deferred, self._seed = deferred, seed
+        self._last: dict[str, torch.Tensor] = {}
 
-    return deferred.materialise([name], seed=seed, select=rows)[name]
-
-
-def parse_partitioner(text: str | None) -> Partitioner | None:
-    """Return the partitioner that a text such as ``max_size:1MiB`` names; None keeps variables whole.
-
-    Raises:
-        PlanError: there is no such partitioner.
-    """
-    if text is None:
-        return None
-    name, _, rest = text.partition(":")
-    numbers = rest.split(":")
-    try:
-        if name == "fixed" and len(numbers) == 1:
-            return FixedPartitioner(int(numbers[0]))
-        if name == "min_size" and len(numbers) == 2:
-            return MinSizePartitioner(parse_bytes(numbers[0]), int(numbers[1]))
-        if name == "max_size" and len(numbers) == 1:
-            return MaxSizePartitioner(parse_bytes(numbers[0]))
-    except ValueError as error:
-        raise PlanError(f"{text!r} is not a partitioner.", why=str(error), attempt=_PARTITIONERS) from None
-    raise PlanError(f"{text!r} is not a partitioner.", attempt=_PARTITIONERS)
+    def __call__(self, shard: Shard) -> torch.Tensor:
+        """Return the rows of a shard."""
+        name = shard.variable.name
+        if name not in self._last:
+            self._last.clear()  # before the next one is made
+            self._last = self._deferred.materialise([name], seed=self._seed)
+        whole = self._last[name]
+        return whole[shard.first_row : shard.first_row + shard.num_rows] if whole.dim() else whole
 
 
 def _tables(deferred: DeferredModel, recording: Program) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
@@ -104,19 +84,24 @@ def _tables(deferred: DeferredModel, recording: Program) -> dict[str, nn.Embeddi
 def _chosen(
     tables: Mapping[str, nn.Embedding | nn.EmbeddingBag], row_wise: str | None
 ) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
-    patterns = [pattern.strip() for pattern in row_wise.split(",")] if row_wise else []
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in tables):
+    found = matching_names(tables, row_wise) if row_wise else {}
+    for pattern, names in found.items():
+        if not names:
             raise PlanError(
                 f"No table is called {pattern!r}.",
                 why=f"Tables that only look rows up: {', '.join(tables) or 'none'}.",
                 attempt="one of these names, with wildcards such as '*'.",
             )
-    return {
-        name: module
-        for name, module in tables.items()
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    wanted = {name for names in found.values() for name in names}
+    chosen = {name: module for name, module in tables.items() if name in wanted}
+    for name, module in chosen.items():
+        if module.max_norm is not None or module.scale_grad_by_freq:
+            raise PlanError(
+                f"The table {name} cannot be pulled by rows.",
+                why="max_norm and scale_grad_by_freq need the whole table.",
+                attempt="--row-wise without it, or a table without them.",
+            )
+    return chosen
 
 
 def _refuse_batch_norm(module: nn.Module) -> None:

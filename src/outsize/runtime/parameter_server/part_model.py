@@ -7,7 +7,7 @@ every other strategy, so that the parts' losses and gradients add up to those of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,51 +16,52 @@ from torch import nn
 
 from outsize.errors import RecordingError
 from outsize.model.batch_entries import flatten_batch
-from outsize.model.deferred import DeferredModel, build_deferred
-from outsize.model.program import Program
+from outsize.model.deferred import build_deferred
 from outsize.model.source import ModelSource, resize_batch
 from outsize.plan.plan import Mesh, Plan
 from outsize.runtime.executions import Executions
+from outsize.runtime.materialise import held_names
 from outsize.runtime.mesh import ProcessMesh
-from outsize.runtime.microbatches import BatchForm, BatchSplitter
+from outsize.runtime.microbatches import BatchForm, BatchSplitter, Microbatch
 from outsize.runtime.random_streams import random_stream
+from outsize.runtime.runnable import check_trainable
+from outsize.runtime.stage_executor import StageExecutor
 from outsize.runtime.state_sharding import StateSharding
 
-__all__ = ["PartModel", "record_source"]
+__all__ = ["PartModel"]
 
 
-def record_source(source: ModelSource, plan: Plan) -> tuple[DeferredModel, Program]:
-    """Build the model without memory and record it on a micro-batch of the plan.
+class PartModel:
+    """Built without memory: the caller puts parameters into the module. ``plan`` says how parts are cut.
 
     Raises:
         ModelError, RecordingError: it cannot be built or recorded, or returns no loss.
     """
-    model = PartModel(source, plan, torch.device("cpu"))
-    return model.deferred, model.recording
-
-
-class PartModel:
-    """Its parameters are put into the module by the caller. ``plan`` says how parts are cut."""
 
     def __init__(self, source: ModelSource, plan: Plan, device: torch.device) -> None:
         self.deferred = build_deferred(source.factory, seed=plan.seed)
+        check_trainable(self.deferred.module)
         self._plan, self._device = plan, device
         sample_batch = source.sample_batch(plan.microbatch_size)
         entries, layout = flatten_batch(sample_batch)
         alone = replace(plan, mesh=Mesh(), state_sharding="none")
         mesh = ProcessMesh(alone.mesh, 0, device)
         state = StateSharding(self.deferred, alone, mesh)
-        self._form = BatchForm.of(entries)
+        self._form = BatchForm.of(entries, source.shared_entries(sample_batch))
         with_samples = self._form.with_samples
         self._executions = Executions(self.deferred, layout, with_samples, alone, mesh, state)
         microbatch = flatten_batch(resize_batch(sample_batch, plan.microbatch_size, with_samples))[0]
-        self.recording = self._executions.placement(microbatch).recording
+        placement = self._executions.placement(microbatch)
+        self.recording = placement.recording
         if self.recording.loss_value is None:
             raise RecordingError(
                 "The model returns no loss.",
                 why="Training differentiates an output named loss, or the only scalar one.",
                 attempt="a sample batch with labels, or a module whose forward returns the loss.",
             )
+        self.held = {
+            self.deferred.ties.get(name, name) for name in held_names(self.deferred, placement.slices)
+        }
         self._training_modes = {part: part.training for part in self.module.modules()}
 
     @property
@@ -68,34 +69,45 @@ class PartModel:
         """The module; what it still holds on the meta device is given its initial values when it is used."""
         return self.deferred.module
 
-    def train(self, batch: Any, *, step: int, part: int = 0, plan: Plan | None = None) -> float:
+    def train(self, batch: Any, *, step: int, part: int, running: AbstractContextManager[None]) -> float:
         """Add the gradients of one part of a global batch to ``parameter.grad``; return its loss share.
 
-        ``plan`` may cut the batch otherwise; its ``dp`` counts the parts. Random masks are those of replica
-        ``part`` in that step.
+        Random masks are those of replica ``part`` in that step. ``running`` is entered while the module runs
+        with values, not while it is recorded.
         """
-        plan = plan or self._plan
-        place = ProcessMesh(plan.mesh, part, self._device)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        with random_stream(plan.seed, step, place):
-            for microbatches in self._splitter(plan, part).split(batch).accumulation_steps:
-                executor = self._executions.executor([each.placement for each in microbatches])
-                total += executor.train([each.inputs for each in microbatches])
-        return total.item()
+        place = ProcessMesh(self._plan.mesh, part, self._device)
+        microbatches = self._split(batch, part)
+        with random_stream(self._plan.seed, step, place), running:
+            return self._sum(
+                executor.train([each.inputs for each in of_step])
+                for of_step, executor in self._passes(microbatches)
+            )
 
-    def evaluate(self, batch: Any) -> float:
-        """Return the loss of a whole batch in evaluation mode."""
-        plan = self._plan
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+    def evaluate(self, batch: Any, running: AbstractContextManager[None]) -> float:
+        """Return the loss of a whole batch in evaluation mode; ``running`` as in ``train``."""
         with self._evaluation_mode():
-            for part in range(plan.mesh.dp):
-                for microbatches in self._splitter(plan, part).split(batch).accumulation_steps:
-                    executor = self._executions.executor([each.placement for each in microbatches])
-                    total += executor.evaluate([each.inputs for each in microbatches])
-        return total.item()
+            microbatches = [
+                of_step for part in range(self._plan.mesh.dp) for of_step in self._split(batch, part)
+            ]
+            with running:
+                return self._sum(
+                    executor.evaluate([each.inputs for each in of_step])
+                    for of_step, executor in self._passes(microbatches)
+                )
 
-    def _splitter(self, plan: Plan, part: int) -> BatchSplitter:
-        return BatchSplitter(self._form, plan, self._executions, part, self._device)
+    def _split(self, batch: Any, part: int) -> list[list[Microbatch]]:
+        """Return the micro-batches of a part by accumulation step; new shapes are recorded."""
+        splitter = BatchSplitter(self._form, self._plan, self._executions, part, self._device)
+        return splitter.split(batch).accumulation_steps
+
+    def _passes(
+        self, microbatches: list[list[Microbatch]]
+    ) -> Iterator[tuple[list[Microbatch], StageExecutor]]:
+        for of_step in microbatches:
+            yield of_step, self._executions.executor([each.placement for each in of_step])
+
+    def _sum(self, losses: Iterator[torch.Tensor]) -> float:
+        return sum(losses, torch.zeros((), dtype=torch.float64, device=self._device)).item()
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from outsize.errors import PlanError
+from outsize.units import parse_bytes
 
 __all__ = [
     "FixedPartitioner",
@@ -20,9 +21,12 @@ __all__ = [
     "MinSizePartitioner",
     "Partitioner",
     "checked_num_shards",
+    "parse_partitioner",
     "row_counts",
     "shard_of_rows",
 ]
+
+_FORMS = "fixed:4 (shards), min_size:256KiB:4 (bytes, most shards), max_size:1MiB (bytes)"
 
 
 class Partitioner(Protocol):
@@ -70,6 +74,41 @@ class MaxSizePartitioner:
         rows_per_shard = max(1, self.max_shard_bytes // row_bytes)
         shards = max(1, -(-shape[0] // rows_per_shard))
         return _first_dim(min(shards, self.max_shards or shards), shape)
+
+
+def parse_partitioner(text: str | None) -> Partitioner | None:
+    """Return the partitioner that a text such as ``max_size:1MiB`` names; None keeps variables whole.
+
+    Raises:
+        PlanError: there is no such partitioner.
+    """
+    if text is None:
+        return None
+    name, _, rest = text.partition(":")
+    numbers = rest.split(":")
+    try:
+        if name == "fixed" and len(numbers) == 1:
+            return FixedPartitioner(_positive(numbers[0]))
+        if name == "min_size" and len(numbers) == 2:
+            return MinSizePartitioner(_positive_bytes(numbers[0]), _positive(numbers[1]))
+        if name == "max_size" and len(numbers) == 1:
+            return MaxSizePartitioner(_positive_bytes(numbers[0]))
+    except ValueError as error:
+        raise PlanError(f"{text!r} is not a partitioner.", why=str(error), attempt=_FORMS) from None
+    raise PlanError(f"{text!r} is not a partitioner.", attempt=_FORMS)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r} is not a number of 1 or more.")
+    return int(text)
+
+
+def _positive_bytes(text: str) -> int:
+    num_bytes = parse_bytes(text)
+    if num_bytes < 1:
+        raise ValueError(f"{text!r} holds nothing.")
+    return num_bytes
 
 
 def _first_dim(num_shards: int, shape: Sequence[int]) -> list[int]:
