@@ -162,6 +162,8 @@ class TrainingWorker:
             apply_materialised(self._model.module, values | self._saved_constants())
         parameters = dict(self._model.module.named_parameters())
         self._parameters = {name: parameters[name] for name in pulled.parameters}
+        for module in self._tables.tables.values():
+            module.weight.requires_grad_(False)  # it has no values, and no gradient: its rows have
 
     def _saved_constants(self) -> dict[str, torch.Tensor]:
         if self._job.checkpoint is None or not self._constants:
