@@ -1,5 +1,6 @@
 """The search finds the known ways to split a network, without a hint."""
 
+import math
 import time
 from collections import Counter
 
@@ -12,8 +13,10 @@ from outsize.model.operator_rules.shards import local_shape
 from outsize.model.program import NodeKind, Program
 from outsize.model.record import record_module
 from outsize.plan.sharding import Sharding
-from outsize.planner.sharding import plan_module_sharding, plan_sharding
+from outsize.planner.sharding import MemoryLimit, plan_module_sharding, plan_sharding
 from outsize.planner.sharding_costs import GLOO_SCATTER_PASSES, ShardingCosts
+from outsize.planner.sharding_overrides import ShardingOverrides
+from outsize.planner.sharding_problem import LimitError
 from outsize.runtime.collectives import Conversion, OwnRandomStream
 from outsize.runtime.tensor_parallel import lower, parameter_placements
 
@@ -200,25 +203,54 @@ def test_copies_of_a_block_share_one_decision_whatever_their_number():
     assert all(list(layer.values()) == list(layers[0].values()) for layer in layers)
 
 
-def test_a_memory_limit_is_kept():
-    """With a limit just over half of the states, everything large is split; below that, nothing is found."""
-    program = record(GatedMlp(), torch.zeros(1, 256, 512))
-    costs = ShardingCosts(2, held_parameter_s_per_byte=0.0, link_latency_s=1.0)  # it would rather not split
-    whole = sum(
-        program.specs[node.outputs[0]].num_bytes * 4 for _, node in program.nodes_of_kind(NodeKind.PARAMETER)
-    )
-    sharding = plan_sharding(program, 2, costs=costs, parameter_limit_bytes=whole * 0.51)
+def held_bytes(program: Program, sharding: Sharding, degree: int) -> int:
+    """Bytes of all parameters on the rank that holds most, four for each: gradient and two moments."""
     placements = parameter_placements(sharding)
-    held = sum(
-        torch.Size(local_shape(spec.shape, placements[name], 2)).numel() * spec.dtype.itemsize * 4
-        if (name := str(node.target)) in placements
-        else spec.num_bytes * 4
-        for _, node in program.nodes_of_kind(NodeKind.PARAMETER)
-        for spec in [program.specs[node.outputs[0]]]
-    )
-    assert held <= whole * 0.51
-    with pytest.raises(PlanError, match="limits"):
-        plan_sharding(program, 2, costs=costs, parameter_limit_bytes=whole * 0.49)
+    specs = {str(node.target): program.specs[node.outputs[0]] for node in parameters(program)}
+    shapes = {
+        name: local_shape(spec.shape, placements[name], degree) if name in placements else spec.shape
+        for name, spec in specs.items()
+    }
+    return sum(4 * math.prod(shapes[name]) * spec.dtype.itemsize for name, spec in specs.items())
+
+
+def parameters(program: Program):
+    return [node for _, node in program.nodes_of_kind(NodeKind.PARAMETER)]
+
+
+def test_a_memory_limit_is_kept():
+    """Activations and half of the states: everything large is split; with a third, nothing is found."""
+    program = record(GatedMlp(), torch.zeros(1, 8, 512))
+    costs = ShardingCosts(2, held_parameter_s_per_byte=0.0, link_latency_s=1.0)  # it would rather not split
+    whole = sum(program.specs[node.outputs[0]].num_bytes * 4 for node in parameters(program))
+    sharding = plan_sharding(program, 2, costs=costs, memory_limit=MemoryLimit(whole * 0.55))
+    assert held_bytes(program, sharding, 2) <= whole * 0.55
+    with pytest.raises(LimitError, match="limits"):
+        plan_sharding(program, 2, costs=costs, memory_limit=MemoryLimit(whole * 0.49))
+
+
+def test_activations_that_do_not_fit_divide_the_sequence_inside_attention():
+    """Two key heads over four ranks: a long sequence is cut into queries, where a limit asks for it.
+
+    Whole, 28 times a hidden state is kept: the inputs and outputs of three norms and their products (9),
+    query, key, value and output of attention (4), 4 of an MLP three times as wide, rotations and the loss. A
+    quarter is 7, to which whole keys and values add 2, and what is gathered for the loss.
+    """
+    module = llama(
+        num_hidden_layers=1, hidden_size=64, intermediate_size=192, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=64,
+    )  # fmt: skip
+    program = record(module, tokens(1, 256))
+    whole = ShardingOverrides({"*": "R"})
+    costs = ShardingCosts(4, link_bytes_per_s=1e6)  # nothing is worth sending
+    with pytest.raises(PlanError, match="worth splitting"):
+        plan_sharding(program, 4, costs=costs, overrides=whole)
+    states = 4 * sum(program.specs[node.outputs[0]].num_bytes for node in parameters(program))
+    hidden = 256 * 64 * 4
+    limit = MemoryLimit(states + 11 * hidden)
+    sharding = plan_sharding(program, 4, costs=costs, memory_limit=limit, overrides=whole)
+    kernels = {rule.kernel for rule in sharding.rules}
+    assert "query_split_attention" in kernels
 
 
 def test_a_model_without_a_size_that_divides_is_refused_with_the_reason():

@@ -38,8 +38,8 @@ def gpt2(**changes) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**settings | without | changes))
 
 
-def batch():
-    ids = token_ids(5, num_samples=2) % (VOCABULARY - 2)
+def batch(num_tokens: int = 5):
+    ids = token_ids(num_tokens, num_samples=2) % (VOCABULARY - 2)
     labels = ids.clone()
     labels[0, :2] = -100
     return {"input_ids": ids, "labels": labels}
@@ -59,6 +59,9 @@ UNEVEN = {
     "odd_width": (lambda: gpt2(n_embd=15, n_head=3), 2, {"*.wte.weight": "S1"}),
     "fused_three_heads": (lambda: gpt2(n_embd=24, n_head=3), 2, {"*.c_attn.*ight": "S1[24,24,24]/3"}),
 }
+LONG = Family(
+    "long", lambda: llama(num_key_value_heads=2, max_position_embeddings=64), lambda: batch(num_tokens=64)
+)
 # what costs time rather than memory, by degree
 IN_TIME = {2: ["llama", "gpt2"], 4: ["llama_tied", "qwen3"]}
 IN_MEMORY = {
@@ -68,6 +71,8 @@ IN_MEMORY = {
 
 
 def family(name: str) -> Family:
+    if name == "long":
+        return LONG
     return Family(name, UNEVEN[name][0], batch) if name in UNEVEN else FAMILIES[name]
 
 
@@ -108,3 +113,12 @@ def test_sizes_that_do_not_divide_are_split_and_exact(degree):
             taken = set(wholes[-1].sharding.parameters.values())
             assert set(placements.values()) <= taken | {text.partition("[")[0] for text in taken}
     check_everywhere(wholes)
+
+
+@pytest.mark.distributed
+def test_a_long_sequence_is_divided_inside_attention():
+    """Parameters whole, two key heads over four ranks: queries are split, keys and values gathered."""
+    whole = run_whole(LONG, 4, TIME, ShardingOverrides({"*": "R"}))
+    rules = [whole.sharding.rules[choice] for choice in whole.sharding.choices if choice >= 0]
+    assert sum(rule.kernel == "query_split_attention" for rule in rules) == 2  # one a layer
+    check_everywhere([whole])

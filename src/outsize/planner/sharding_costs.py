@@ -22,6 +22,7 @@ __all__ = [
     "PARAMETER_READS",
     "ShardingCosts",
     "forward_flops",
+    "is_sum_on_its_way",
     "local_bytes",
 ]
 
@@ -85,8 +86,7 @@ class ShardingCosts:
         seconds = max(own_flops / self.flops_per_s, (kept + read) / self.memory_bytes_per_s)
         if not any(spec.requires_grad for spec in signature.outputs):
             return seconds
-        is_passing = any(isinstance(placement, Partial) for placement in rule.outputs)
-        return seconds * 3 + (0 if is_passing else kept) * self.held_activation_s_per_byte
+        return seconds * 3 + (0 if is_sum_on_its_way(rule) else kept) * self.held_activation_s_per_byte
 
     def _largest_share(self, signature: OperatorSignature, rule: OperatorRule) -> float:
         """The part of the work that the first rank does, which has no less than any other."""
@@ -130,6 +130,12 @@ def _collectives(before: Placement, after: Placement) -> tuple[tuple[str, ...], 
     return result  # a partial sum is made on the spot
 
 
+def is_sum_on_its_way(rule: OperatorRule) -> bool:
+    """Whether an operator makes a partial sum that goes as soon as it is added up."""
+    is_sum = any(isinstance(placement, Partial) for placement in rule.outputs)
+    return is_sum and not any(isinstance(placement, Partial) for placement in rule.inputs)
+
+
 def local_bytes(spec: TensorSpec, placement: Placement, degree: int) -> int:
     """Bytes the rank that holds most of a value has of it."""
     return math.prod(local_shape(spec.shape, placement, degree)) * spec.dtype.itemsize
@@ -138,7 +144,7 @@ def local_bytes(spec: TensorSpec, placement: Placement, degree: int) -> int:
 def forward_flops(signature: OperatorSignature) -> float:
     """FLOPs of the whole operator; 0 for those that only move memory."""
     packet = getattr(signature.target, "_overloadpacket", None)
-    if packet is torch.ops.aten.matmul:
+    if packet in (torch.ops.aten.matmul, torch.ops.aten.linear):
         return 2.0 * math.prod(signature.outputs[0].shape) * signature.inputs[0].shape[-1]
     arguments = [_on_meta(a) if isinstance(a, TensorSpec) else a for a in signature.arguments]
     args, kwargs = tree_unflatten(arguments, signature.structure)

@@ -23,7 +23,11 @@ from scipy.sparse import csr_array
 
 from outsize.errors import PlanError
 
-__all__ = ["ChoiceProblem", "Edge"]
+__all__ = ["ChoiceProblem", "Edge", "LimitError"]
+
+
+class LimitError(PlanError):
+    """No choice of operator splits keeps the limits."""
 
 
 _SCALE = 1e6  # sum of all costs as HiGHS sees them: its tolerances are absolute
@@ -49,6 +53,7 @@ class ChoiceProblem:
     _lower: list[float] = field(default_factory=list)
     _upper: list[float] = field(default_factory=list)
     _options: dict[int, list[int]] = field(default_factory=dict)
+    _amounts: dict[int, float] = field(default_factory=dict)  # of conversions, by variable
 
     def add_class(self, index: int, option_costs: Sequence[float]) -> None:
         """Add a class of which exactly one option is taken."""
@@ -57,33 +62,42 @@ class ChoiceProblem:
         self._constrain(dict.fromkeys(variables, 1.0), 1.0, 1.0)
 
     def add_value(
-        self, edges: Sequence[Edge], conversion_cost: Callable[[Hashable, Hashable], float]
+        self,
+        edges: Sequence[Edge],
+        conversion_cost: Callable[[Hashable, Hashable], float],
+        converted_amount: Callable[[Hashable, Hashable], float],
     ) -> None:
-        """Add a value with one edge for each consumer; each conversion is paid once, and may be infinite."""
+        """Add a value with one edge for each consumer; each conversion is paid once, and may be infinite.
+
+        ``converted_amount`` is what a conversion adds to the amount that :meth:`limit` limits.
+        """
         paid: dict[tuple[Hashable, Hashable], int] = {}
         for edge in edges:
             flows = self._add_flows(edge, conversion_cost, is_only=len(edges) == 1)
             for pair, flow in flows.items():
                 cost = conversion_cost(*pair)
-                if len(edges) > 1 and cost > 0:
+                if len(edges) == 1:
+                    paid[pair] = flow
+                elif cost > 0:
                     if pair not in paid:
                         paid[pair] = self._variable(cost, integer=False)
                     self._constrain({paid[pair]: 1.0, flow: -1.0}, 0.0, np.inf)
+        self._amounts |= {variable: converted_amount(*pair) for pair, variable in paid.items()}
 
     def limit(self, amounts: Mapping[int, Sequence[float]], most: float) -> None:
-        """Keep the sum over classes of the chosen option's amount at or below ``most``."""
-        row = {
+        """Keep the amounts of options chosen and of conversions paid at or below ``most`` together."""
+        chosen = {
             variable: amount
             for index, values in amounts.items()
             for variable, amount in zip(self._options[index], values, strict=True)
         }
-        self._constrain(row, -np.inf, most)
+        self._constrain(self._amounts | chosen, -np.inf, most)
 
     def solve(self, time_limit_s: float = 60.0) -> dict[int, int]:
         """Return the option taken of each class.
 
         Raises:
-            PlanError: no choice keeps all limits, or none was found in time.
+            LimitError: no choice keeps all limits, or none was found in time.
         """
         costs = np.array(self.costs)
         result = milp(
@@ -94,7 +108,7 @@ class ChoiceProblem:
             options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
         )
         if result.x is None:
-            raise PlanError(
+            raise LimitError(
                 "No choice of operator splits keeps the limits.",
                 why=str(result.message),
                 attempt="a higher degree, or more memory per device",

@@ -88,3 +88,23 @@ def test_embeddings_and_cross_entropy_split_an_odd_vocabulary():
     assert "S0[31], R -> P (row_split_embedding)" in texts(table, 4)
     assert "S1[31] -> S1[31] (class_split_log_softmax)" in texts(softmax, 4)
     assert "S1[31], R -> P, R (class_split_nll_loss)" in texts(nll, 4)
+
+
+@pytest.mark.parametrize("num_key_heads", [4, 2])
+def test_queries_of_a_causal_sequence_are_split(num_key_heads):
+    """Each rank attends to the keys up to its own queries, evenly or not, and has a share of their gradients.
+
+    Without a mask the trial finds the same split by itself.
+    """
+
+    def attend(is_causal):
+        return lambda q, k, v: nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, enable_gqa=num_key_heads < 4
+        )
+
+    target = aten._scaled_dot_product_flash_attention_for_cpu.default
+    shapes = [(2, 4, 10, 8), *[(2, num_key_heads, 10, 8)] * 2]
+    causal, plain = (texts(signature(attend(c), target, parameters=shapes), 4) for c in (True, False))
+    assert "S2[10], R~, R~ -> S2[10], S2[10] (query_split_attention)" in causal
+    assert "S2[10], R~, R~ -> S2[10], S2[10]" in plain
+    assert not any(text.startswith("S2") and "query_split" not in text for text in causal)

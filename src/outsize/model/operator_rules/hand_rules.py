@@ -7,6 +7,7 @@
     other losses     the same, for losses that are a mean over elements
     _embedding_bag   table rows split, for sums: look up the own rows -> partial sum
     batch norm       channels split: running statistics stay whole, every rank learns those of the others
+    attention        queries of a causal sequence split: keys up to a rank's own queries (split_attention)
 
 Log-softmax and loss together are cross-entropy over a split vocabulary: logits are never gathered. Each
 rule is verified by the same trial as the discovered ones.
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_unflatten
 from outsize.model.operator_rules.placement import Partial, Placement, Replicate, Shard
 from outsize.model.operator_rules.rule import OperatorRule
 from outsize.model.operator_rules.signature import OperatorSignature
+from outsize.model.operator_rules.split_attention import attend_to_earlier_keys
 
 __all__ = ["KERNELS", "Axis", "Part", "ThreadedAxis", "hand_rules"]
 
@@ -91,6 +93,7 @@ def hand_rules(signature: OperatorSignature) -> Iterator[OperatorRule]:
     yield from _table_rules(signature)
     yield from _loss_rules(signature)
     yield from _mean_rules(signature)
+    yield from _attention_rules(signature)
     if signature.target is aten.native_batch_norm.default and signature.arguments[3] is not None:
         num_weights = sum(argument is not None for argument in signature.arguments[1:3])
         inputs: list[Placement] = [Shard(1), *[Shard(0)] * num_weights, Replicate(), Replicate()]
@@ -122,6 +125,17 @@ def _loss_rules(signature: OperatorSignature) -> Iterator[OperatorRule]:
         if target is operator and len(signature.inputs) == 2 and _argument(signature, "reduction") == _MEAN:
             for dim in range(len(signature.inputs[0].shape)):
                 yield OperatorRule((Shard(dim), Shard(dim)), (Partial(),), kernel=kernel)
+
+
+def _attention_rules(signature: OperatorSignature) -> Iterator[OperatorRule]:
+    """Without dropout: the masks of shards would be others."""
+    if signature.target is not aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return
+    query, key = (spec.shape for spec in signature.inputs[:2])
+    is_plain = len(signature.inputs) == 3 and not _argument(signature, "dropout_p")
+    if is_plain and _argument(signature, "is_causal") and query[2] == key[2]:
+        queries = (Shard(2), Replicate(), Replicate())
+        yield OperatorRule(queries, (Shard(2), Shard(2)), kernel="query_split_attention")
 
 
 def _mean_rules(signature: OperatorSignature) -> Iterator[OperatorRule]:
@@ -211,6 +225,20 @@ def channel_split_batch_norm(
     return result
 
 
+def query_split_attention(
+    _axis: Axis,
+    part: Part,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    scale: float | None = None,
+    **__: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of the queries this rank holds."""
+    return attend_to_earlier_keys(query, key, value, part.start, scale)
+
+
 class _ClassSplitLogSoftmax(torch.autograd.Function):
     """Saves only its output, as the whole operator does."""
 
@@ -275,6 +303,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
             class_split_log_softmax,
             class_split_nll_loss,
             channel_split_batch_norm,
+            query_split_attention,
         )
     },
 }
