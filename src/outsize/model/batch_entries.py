@@ -18,7 +18,8 @@ __all__ = ["BatchLayout", "count_samples", "flatten_batch", "sample_entries"]
 class BatchLayout:
     """How named tensors form the model's arguments: mappings are keywords, tuples are positional."""
 
-    names: tuple[str, ...]  # name of each leaf; "" for a leaf that is no tensor
+    paths: tuple[str, ...]  # of each leaf
+    names: tuple[str, ...]  # the same; "" for a leaf that is no tensor
     constants: tuple[Any, ...]  # leaf by position, None where a tensor belongs
     structure: TreeSpec
     is_keywords: bool
@@ -32,6 +33,15 @@ class BatchLayout:
         batch = tree_unflatten(leaves, self.structure)
         return ((), batch) if self.is_keywords else (tuple(batch), {})
 
+    @property
+    def plain_constants(self) -> dict[str, Any]:
+        """Numbers, texts and the like that are no tensors, by path: they are part of what is recorded."""
+        return {
+            path: constant
+            for path, name, constant in zip(self.paths, self.names, self.constants, strict=True)
+            if not name and isinstance(constant, bool | int | float | str | None)
+        }
+
 
 def flatten_batch(batch: Any) -> tuple[dict[str, torch.Tensor], BatchLayout]:
     """Return the tensors of a batch by name, such as ``input_ids`` or ``images/left``, and its layout.
@@ -40,28 +50,43 @@ def flatten_batch(batch: Any) -> tuple[dict[str, torch.Tensor], BatchLayout]:
     else as the only positional one (its tensors are named ``0``, ``1`` and so on).
 
     Raises:
-        BatchError: the batch holds no tensor.
+        BatchError: the batch holds no tensor, an array that is none, or two entries of one name.
     """
     is_keywords = isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch)
     call = dict(batch) if is_keywords else tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     paths, structure = tree_flatten_with_path(call)
-    entries: dict[str, torch.Tensor] = {}
-    names: list[str] = []
-    constants: list[Any] = []
-    for path, leaf in paths:
-        is_tensor = isinstance(leaf, torch.Tensor)
-        name = _path_name(path) if is_tensor else ""
-        names.append(name)
-        constants.append(None if is_tensor else leaf)
-        if is_tensor:
-            entries[name] = leaf
+    leaves = {_path_name(path): leaf for path, leaf in paths}
+    if len(leaves) < len(paths):
+        raise BatchError(
+            "two entries of the batch have one name",
+            why=f"its entries are {', '.join(_path_name(path) for path, _ in paths)}",
+            attempt="keys that differ as text, and without /",
+        )
+    entries = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    _refuse_arrays(leaves)
     if not entries:
+        is_nested = isinstance(batch, Mapping | tuple | list)
+        kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves.values()))
         raise BatchError(
             "the batch holds no tensor",
-            why=f"it is a {type(batch).__name__}",
+            why=f"it is a {type(batch).__name__}" + (f" of {kinds}" if is_nested and kinds else ""),
             attempt="give a dict of keyword tensors, a tuple of positional ones, or one tensor",
         )
-    return entries, BatchLayout(tuple(names), tuple(constants), structure, is_keywords)
+    names = tuple(name if name in entries else "" for name in leaves)
+    constants = tuple(None if name in entries else leaf for name, leaf in leaves.items())
+    return entries, BatchLayout(tuple(leaves), names, constants, structure, is_keywords)
+
+
+def _refuse_arrays(leaves: Mapping[str, Any]) -> None:
+    """Refuse what only looks like data: it would be recorded as a setting, the same for all batches."""
+    for name, leaf in leaves.items():
+        has_values = hasattr(leaf, "__array__") and getattr(leaf, "shape", None)
+        if has_values and not isinstance(leaf, torch.Tensor):
+            raise BatchError(
+                f"Batch entry {name!r} is a {type(leaf).__name__}, not a tensor.",
+                why="Only tensors are cut into micro-batches.",
+                attempt=f"torch.as_tensor(batch[{name!r}]).",
+            )
 
 
 def sample_entries(entries: Mapping[str, torch.Tensor]) -> frozenset[str]:

@@ -94,6 +94,12 @@ def build_deferred(factory: Callable[[], nn.Module], *, seed: int = 0) -> Deferr
         ModelError: the factory fails, or returns something that is not a module.
         RecordingError: the module is of a kind that cannot be recorded.
     """
+    if isinstance(factory, nn.Module):
+        raise ModelError(
+            f"a {type(factory).__name__} was given in place of a function that builds it",
+            why="every process builds its own part, and none the whole",
+            attempt="a function, or a class, that returns the module when it is called without arguments",
+        )
     log = FactoryLog(seed)
     try:
         with torch.random.fork_rng(devices=[]), log.watching():
@@ -110,7 +116,7 @@ def build_deferred(factory: Callable[[], nn.Module], *, seed: int = 0) -> Deferr
     if not isinstance(module, nn.Module):
         raise ModelError(
             f"the model factory returned {type(module).__name__}, not a torch.nn.Module",
-            attempt="return the module, or the module and a sample batch",
+            attempt="return the module",
         )
     refuse_unrecordable(module)
     return DeferredModel(module, log)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CutPoint",
     "Guard",
+    "IndexRange",
     "LossPath",
     "LossTerm",
     "Node",
@@ -155,6 +156,21 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexRange:
+    """Before node ``at``, the numbers in ``value`` choose among ``size`` rows or classes.
+
+    ``reason`` says of what; ``ignored`` is allowed too; ``entries`` are those of the batch behind the value.
+    """
+
+    value: int
+    size: int
+    reason: str
+    at: int
+    ignored: int | None = None
+    entries: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CutPoint:
     """A place where the program may be cut: just before node ``node_index``.
 
@@ -184,6 +200,7 @@ class Program:
     num_samples: int = 1  # in the recorded batch
     sample_entries: frozenset[str] = frozenset()  # entries of the batch whose first dim counts samples
     guards: tuple[Guard, ...] = ()  # hold for the recorded batch; others are checked
+    index_ranges: tuple[IndexRange, ...] = ()  # checked for every batch
     rung: Rung = Rung.FAKE_TENSORS
     written_buffers: tuple[str, ...] = ()  # by the forward, inside blocks too; of alike blocks by the first
     warnings: list[str] = field(default_factory=list)

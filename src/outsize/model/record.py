@@ -20,6 +20,7 @@ from outsize.model.batch_entries import count_samples, flatten_batch, sample_ent
 from outsize.model.execution import Execution, on_shapes, on_values
 from outsize.model.hooks import blocks_with_forward_hooks, gradient_hooks_refused
 from outsize.model.in_place_writes import apply_out_of_place
+from outsize.model.index_ranges import Lookup, find_index_ranges, lookups_noted
 from outsize.model.kept_attributes import kept_attributes
 from outsize.model.leaves import choose_leaves, has_parameters, initially_open
 from outsize.model.library_settings import constants_readable, training_settings
@@ -108,8 +109,9 @@ def _record(
             ):
                 args, kwargs = layout.restore(execution.entries)
                 recorder = Recorder(module, execution)
-                output = _run(recorder, module, leaves, args, kwargs, reuse=reuse)
+                output, lookups = _run(recorder, module, leaves, args, kwargs, reuse=reuse)
                 program = _finish(recorder, output)
+                program.index_ranges = find_index_ranges(program, lookups, recorder.tensors)
                 program.sample_entries = with_samples
                 program.num_samples = count_samples(entries, with_samples)
         except LeafMustOpen as signal:
@@ -147,7 +149,8 @@ def _run(
     kwargs: dict[str, Any],
     *,
     reuse: bool,
-) -> Any:
+) -> tuple[Any, list[Lookup]]:
+    """Return the module's output, and what it looked up in tables."""
     repeated = RepeatedCalls() if reuse else None
     hooked = blocks_with_forward_hooks(module, leaves)  # before there are hooks that track modules
     with ExitStack() as stack:
@@ -156,10 +159,11 @@ def _run(
         for name in leaves:
             known = None if name in hooked else repeated
             stack.enter_context(_leaf_calls_recorded(recorder, name, module.get_submodule(name), known))
+        lookups = stack.enter_context(lookups_noted(recorder, module))
         stack.enter_context(_track_modules(recorder, module))
         stack.enter_context(recorder)
         try:
-            return module(*args, **kwargs)
+            return module(*args, **kwargs), lookups
         except (LeafMustOpen, RecordingError):
             raise
         except Exception as error:

@@ -58,6 +58,11 @@ class Executions:
         self._executors: dict[tuple[StagePlacement, ...], StageExecutor] = {}
 
     @property
+    def layout(self) -> BatchLayout:
+        """How batches are given to the model."""
+        return self._layout
+
+    @property
     def recorded_keys(self) -> list[object]:
         """Mode and shapes of each recording kept, oldest first."""
         return [key for key, _ in self._placements]

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from outsize.errors import BatchError, RecordingError
-from outsize.model.batch_entries import count_samples, flatten_batch, sample_entries
+from outsize.model.batch_entries import BatchLayout, count_samples, flatten_batch, sample_entries
+from outsize.model.index_ranges import check_index_ranges
 from outsize.model.loss_elements import count_loss_elements, loss_scales
 from outsize.model.program import Program
 from outsize.plan.plan import Plan
@@ -23,6 +24,8 @@ from outsize.runtime.stage_executor import MicrobatchInputs
 from outsize.runtime.stage_placement import StagePlacement
 
 __all__ = ["BatchForm", "BatchSplitter", "Microbatch", "SplitBatch"]
+
+_MISSING = "missing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class BatchForm:
         """Return the form of a sample batch: its samples are the rows of its first entry that has dims.
 
         Raises:
-            BatchError: the entries ``shared`` by all samples are not in the batch.
+            BatchError: the entries ``shared`` by all samples are not in the batch, or it has no samples.
         """
         for name in shared:
             if name not in entries:
@@ -48,6 +51,12 @@ class BatchForm:
                     attempt="the names of its entries.",
                 )
         of_samples = {name: value for name, value in entries.items() if name not in shared}
+        if count_samples(of_samples, sample_entries(of_samples)) == 0:
+            raise BatchError(
+                "The batch has no samples.",
+                why=f"Its shapes are {', '.join(f'{n} {tuple(v.shape)}' for n, v in of_samples.items())}.",
+                attempt="a batch of one sample or more.",
+            )
         return cls(
             dtypes={name: value.dtype for name, value in entries.items()},
             num_dims={name: value.dim() for name, value in entries.items()},
@@ -93,14 +102,17 @@ class BatchSplitter:
         """Cut a batch of up to the plan's global batch; parts differ by at most one sample.
 
         Raises:
-            BatchError: an entry is missing or of another kind, or there are too many samples.
+            BatchError: an entry is missing, of another kind or out of range, or there are too many samples.
             RecordingError: the module does not run with this batch. Nothing has been sent.
         """
-        entries = flatten_batch(batch)[0]
+        entries, layout = flatten_batch(batch)
         num_rows = self._check(entries)
+        self._check_constants(layout)
         parts = self._parts(entries, num_rows)
         placements = [self._executions.placement(part.entries) for part in parts]
         _check_forms([placement.recording for placement in placements])
+        for part, placement in zip(parts, placements, strict=True):
+            check_index_ranges(placement.recording, part.entries)
         counts = [
             [
                 0 if part.is_empty else count
@@ -176,6 +188,18 @@ class BatchSplitter:
                 attempt=f"1 to {self._plan.global_batch} samples, or a plan for more.",
             )
         return num_rows
+
+    def _check_constants(self, layout: BatchLayout) -> None:
+        """Refuse other settings than those recorded, which would be taken for the same."""
+        expected, given = self._executions.layout.plain_constants, layout.plain_constants
+        for name in sorted(expected.keys() | given.keys()):
+            found, recorded = (each.get(name, _MISSING) for each in (given, expected))
+            if repr(found) != repr(recorded):  # as text: NaN is a setting too, and differs from itself
+                raise BatchError(
+                    f"Batch entry {name!r} is {found!r}, and in the sample batch {recorded!r}.",
+                    why="What is no tensor is recorded with the model, and is the same for every batch.",
+                    attempt="a tensor, for what changes from batch to batch.",
+                )
 
     def _check_entry(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
         if value.dtype != dtype:

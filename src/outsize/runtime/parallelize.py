@@ -20,6 +20,7 @@ from outsize.plan.plan import Plan
 from outsize.runtime.agreement import check_same_model
 from outsize.runtime.batch_norm import apply_synchronised_batch_norm
 from outsize.runtime.collectives import set_axis_group
+from outsize.runtime.device_argument import find_device
 from outsize.runtime.executions import Executions
 from outsize.runtime.materialise import held_names
 from outsize.runtime.measured_memory import start_measuring
@@ -56,12 +57,13 @@ def parallelize(
 
     Raises:
         PlanError: the plan asks for what cannot run, or was made for another model.
+        BatchError: the sample batch holds no tensor or no sample.
         ModelError, RecordingError: the model cannot be built or recorded, or is another on some process.
         DoesNotFitError: this process's part does not fit its device.
-        LaunchError: the number of processes is not the plan's.
+        LaunchError: the number of processes is not the plan's, or there is no such device.
     """
     check_runnable(plan)
-    mesh = make_process_mesh(plan.mesh, torch.device(device))
+    mesh = make_process_mesh(plan.mesh, find_device(device))
     tensor_parallel_group = mesh.group("tp")
     if tensor_parallel_group is not None:
         set_axis_group("tp", tensor_parallel_group, plan.seed)

@@ -18,6 +18,11 @@ def check_runnable(plan: Plan) -> None:
     Raises:
         PlanError: with what is not possible, and what is.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"The plan is {type(plan).__name__}, not a Plan.",
+            attempt="outsize.plan.files.load_plan(path), for a file that `outsize plan --save` wrote.",
+        )
     check_plan_values(plan)
     not_yet = [axis for axis in ("cp", "ep") if getattr(plan.mesh, axis) > 1]
     for has, what in (
