@@ -15,6 +15,10 @@ from outsize.runtime.environment.outsize_variables import LaunchFlags
 
 __all__ = ["train"]
 
+_Denominator = Annotated[
+    str | None,
+    typer.Option(help="of losses: samples (exact) or replicas (the mean of each replica's own mean)"),
+]
 _SynchroniseBatchNorm = Annotated[
     bool, typer.Option("--synchronise-batch-norm", help="statistics over all replicas")
 ]
@@ -50,6 +54,7 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options
     evaluate_every: Annotated[int, typer.Option(help="steps between evaluations; 0: only at the end")] = 0,
     validation_batches: Annotated[int, typer.Option(help="batches an evaluation takes; 0: none")] = 0,
     synchronise_batch_norm: _SynchroniseBatchNorm = False,
+    denominator: _Denominator = None,
     num_machines: Annotated[int | None, typer.Option(help="machines that run this command")] = None,
     machine_rank: Annotated[int | None, typer.Option(help="which of them this is, from 0")] = None,
     master: Annotated[str | None, typer.Option(help="host:port of machine 0")] = None,
@@ -88,6 +93,7 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options
         num_validation_batches=validation_batches,
         resume=resume,
         synchronise_batch_norm=synchronise_batch_norm,
+        denominator=denominator,
         servers=ServerSettings(updates, servers, partitioner, checkpoint_every, evaluator),
     )
     flags = LaunchFlags(num_machines=num_machines, machine_rank=machine_rank, master=master)

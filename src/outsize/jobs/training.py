@@ -17,6 +17,7 @@ from outsize.jobs.run_directory import choose_run_directory
 from outsize.jobs.server_training import ServerSettings, check_strategy, run_with_servers
 from outsize.plan.files import save_plan
 from outsize.plan.plan import Plan
+from outsize.plan.plan_values import with_denominator
 from outsize.report.tables import memory_table, plan_summary
 from outsize.report.training_table import RunFigures, training_table
 from outsize.runtime.environment.outsize_variables import LaunchFlags
@@ -40,6 +41,7 @@ class RunSettings:
     resume: bool = False
     show_progress: bool = True
     synchronise_batch_norm: bool = False  # whatever the plan says
+    denominator: str | None = None  # "samples" or "replicas"; None: as the plan says
     servers: ServerSettings = field(default_factory=ServerSettings)
 
 
@@ -73,6 +75,8 @@ def train_model(
         plan = find_plan(request)
         if settings.synchronise_batch_norm:
             plan = replace(plan, batch_norm="synchronised")
+        if settings.denominator is not None:
+            plan = with_denominator(plan, settings.denominator)
         console.print(plan_summary(plan))
         check_strategy(plan, request, settings.servers, environment)
         return plan

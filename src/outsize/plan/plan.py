@@ -163,6 +163,8 @@ class Plan:
     skip_connections: Literal["passed_through"] = "passed_through"
     # statistics over one micro-batch of one replica, or of all replicas
     batch_norm: Literal["per_replica", "synchronised"] = "per_replica"
+    # what a step's loss is divided by: all that counts in it, or the mean over replicas of their own means
+    denominator: Literal["samples", "replicas"] = "samples"
     seed: int = 0
     device_memory_bytes: int | None = None  # enforced limit of emulated devices
     placements: dict[str, str] = field(default_factory=dict)  # parameter name -> how it is split

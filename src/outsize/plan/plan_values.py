@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
 from numbers import Integral, Real
 from typing import TypeGuard
@@ -9,7 +10,9 @@ from typing import TypeGuard
 from outsize.errors import PlanError
 from outsize.plan.plan import Plan
 
-__all__ = ["check_plan_values"]
+__all__ = ["check_plan_values", "with_denominator"]
+
+DENOMINATORS = ("samples", "replicas")
 
 
 def check_plan_values(plan: Plan) -> None:
@@ -29,12 +32,25 @@ def check_plan_values(plan: Plan) -> None:
         # True and 2.0 compare equal to whole numbers, and fail later where they are used as counts
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise _refusal(name, value, "a whole number of 1 or more")
+    if plan.denominator not in DENOMINATORS:
+        raise _refusal("denominator", plan.denominator, " or ".join(DENOMINATORS))
     rate: object = plan.optimizer.learning_rate
     if not _is_number(rate) or not isfinite(rate) or rate < 0:
         raise _refusal("optimizer.learning_rate", rate, "a finite number of 0 or more")
     norm: object = plan.optimizer.max_gradient_norm
     if norm is not None and not (_is_number(norm) and norm > 0):
         raise _refusal("optimizer.max_gradient_norm", norm, "a number above 0, or None for no clipping")
+
+
+def with_denominator(plan: Plan, denominator: str) -> Plan:
+    """Return the plan with another denominator of losses.
+
+    Raises:
+        PlanError: there is no such denominator.
+    """
+    if denominator not in DENOMINATORS:
+        raise _refusal("denominator", denominator, " or ".join(DENOMINATORS))
+    return replace(plan, denominator="samples" if denominator == "samples" else "replicas")
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -121,10 +121,15 @@ def rows_entry(
 
 
 class EntrySavePlanner(DefaultSavePlanner):
-    """Finds chunks of entries when they are written; copies held by several processes are written once."""
+    """Finds chunks of entries when they are written; of copies the first process that holds one writes it.
+
+    So what replicas hold is written by one machine, and a checkpoint is whole where machines share no folder.
+    """
 
     def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        super().__init__(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+        )
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         """Return the chunk to write."""

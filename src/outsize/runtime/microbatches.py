@@ -16,10 +16,11 @@ import torch
 from outsize.errors import BatchError, RecordingError
 from outsize.model.batch_entries import BatchLayout, count_samples, flatten_batch, sample_entries
 from outsize.model.index_ranges import check_index_ranges
-from outsize.model.loss_elements import count_loss_elements, loss_scales
+from outsize.model.loss_elements import count_loss_elements
 from outsize.model.program import Program
 from outsize.plan.plan import Plan
 from outsize.runtime.executions import Executions
+from outsize.runtime.loss_denominators import LossDenominators, denominators_by_part
 from outsize.runtime.stage_executor import MicrobatchInputs
 from outsize.runtime.stage_placement import StagePlacement
 
@@ -98,8 +99,10 @@ class BatchSplitter:
         self._form, self._plan, self._executions = form, plan, executions
         self._replica, self._device = replica, device
 
-    def split(self, batch: Any) -> SplitBatch:
+    def split(self, batch: Any, *, denominator: str = "samples") -> SplitBatch:
         """Cut a batch of up to the plan's global batch; parts differ by at most one sample.
+
+        ``denominator`` is what losses are divided by; see :mod:`outsize.runtime.loss_denominators`.
 
         Raises:
             BatchError: an entry is missing, of another kind or out of range, or there are too many samples.
@@ -121,17 +124,21 @@ class BatchSplitter:
             for part, placement in zip(parts, placements, strict=True)
         ]
         totals = [sum(column) for column in zip(*counts, strict=True)]
-        own = [
-            self._microbatch(part, placement, count, totals)
-            for part, placement, count in list(zip(parts, placements, counts, strict=True))[self._mine()]
-        ]
+        mesh = self._plan.mesh
+        denominators = denominators_by_part(counts, mesh.dp * mesh.fsdp, denominator)
+        parts_with_losses = list(zip(parts, placements, counts, denominators, strict=True))
+        own = [self._microbatch(*each) for each in parts_with_losses[self._mine()]]
         size = self._plan.schedule.num_microbatches
         return SplitBatch([own[start : start + size] for start in range(0, len(own), size)], totals)
 
     def _microbatch(
-        self, part: _Part, placement: StagePlacement, counts: Sequence[float], totals: Sequence[float]
+        self,
+        part: _Part,
+        placement: StagePlacement,
+        counts: Sequence[float],
+        denominators: LossDenominators,
     ) -> Microbatch:
-        scales = loss_scales(placement.recording, counts, totals)
+        scales = denominators.scales(placement.recording, counts)
         if part.is_empty:
             scales = [0.0] * len(scales)
         entries = {name: value.to(self._device) for name, value in part.entries.items()}

@@ -112,7 +112,7 @@ class ParallelModel:
     def compute_gradients(self, batch: Any) -> StepResult:
         """Leave the gradients of one global batch in ``parameter.grad``, summed over all that hold it."""
         self._check_first_batch("train", batch)
-        split = self._splitter.split(batch)
+        split = self._splitter.split(batch, denominator=self.plan.denominator)
         self.optimizer.zero_grad()
         for parameter in self._held.in_modules.values():
             parameter.grad = None
