@@ -9,6 +9,7 @@ import pytest
 
 from outsize.errors import ModelError
 from outsize.model.config_sizes import is_config_path, read_config_sizes
+from outsize.model.hugging_face import load_hugging_face
 from outsize.model.presets import find_preset
 from outsize.model.transformer_profile import transformer_profile
 
@@ -57,6 +58,7 @@ def test_gpt2_names_its_sizes_differently_and_ties_unless_told(tmp_path) -> None
         ({"model_type": "mamba"}, "hf:"),
         ({"hidden_size": None}, "hidden_size"),
         ({"vocab_size": "many"}, "many"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path, change, part) -> None:
@@ -65,11 +67,23 @@ def test_what_is_missing_is_named(tmp_path, change, part) -> None:
         read_config_sizes(_write(tmp_path, {**_LLAMA, **change}))
 
 
-def test_broken_json_is_one_message(tmp_path) -> None:
-    """Not a traceback."""
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot be read"):
-        read_config_sizes(str(tmp_path))
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "no readable JSON"),
+        (b"", "no readable JSON"),
+        (b"\xff\xfe", "no readable JSON"),
+        (b"[1]", "holds no JSON object"),
+        (None, "nothing is downloaded"),
+    ],
+)
+def test_a_broken_file_is_one_message(tmp_path, content: bytes | None, message: str) -> None:
+    """Not a traceback, and the same for sizes alone as for a model that is built."""
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    for read in (read_config_sizes, load_hugging_face):
+        with pytest.raises(ModelError, match=message):
+            read(str(tmp_path))
 
 
 def test_planning_a_configuration_imports_no_torch(tmp_path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from outsize.errors import ModelError
+from outsize.model.config_file import read_config_file
 from outsize.model.transformer_profile import TransformerConfig
 
 __all__ = ["KNOWN_MODEL_TYPES", "is_config_path", "read_config_sizes"]
@@ -46,13 +46,8 @@ def read_config_sizes(location: str) -> TransformerConfig:
     Raises:
         ModelError: not JSON, a kind of model whose formulas are not known here, or a size is missing.
     """
-    path = Path(location)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ModelError(f"The configuration {path} cannot be read.", why=str(error)) from None
-    kind = settings.get("model_type") if isinstance(settings, dict) else None
+    path, settings = read_config_file(location)
+    kind = settings.get("model_type")
     if kind not in KNOWN_MODEL_TYPES:
         raise ModelError(
             f"{path} describes a {kind or 'nameless'} model, whose formulas are not known.",
@@ -66,10 +61,15 @@ def _config(kind: str, settings: Mapping[str, Any], path: Path) -> TransformerCo
     sizes: dict[str, Any] = {}
     for field, names in _NAMES.items():
         value = next((settings[name] for name in names if settings.get(name) is not None), None)
-        if field in _NEEDED and (not isinstance(value, int) or value < 1):
-            raise ModelError(f"{path} states no {' or '.join(names)}.", why=f"it holds {value!r}")
-        if isinstance(value, int):
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if is_size:
             sizes[field] = value
+        elif field in _NEEDED or isinstance(value, int):
+            raise ModelError(
+                f"{path} states no usable {' or '.join(names)}.",
+                why=f"it holds {value!r}, and a size is a whole number above 0",
+                attempt="the config.json that came with the model",
+            )
     if kind not in _EXPERTS:
         sizes = {name: value for name, value in sizes.items() if "expert" not in name}
     usual = kind in {

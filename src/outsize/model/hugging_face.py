@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from outsize.errors import ModelError
+from outsize.model.config_file import read_config_file
 from outsize.model.source import ModelSource
 
 __all__ = ["DEFAULT_SEQUENCE", "load_hugging_face"]
@@ -27,9 +26,7 @@ def load_hugging_face(location: str, *, sequence: int | None = None) -> ModelSou
     Raises:
         ModelError: the file is missing or unreadable, or names no class that transformers has.
     """
-    path = Path(location)
-    path = path / "config.json" if path.is_dir() else path
-    settings = _read_settings(path)
+    path, settings = read_config_file(location)
     transformers = _import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
@@ -55,22 +52,6 @@ def load_hugging_face(location: str, *, sequence: int | None = None) -> ModelSou
         lambda: model_class(config),
         lambda num_samples: _sample_batch(model_class, config, num_samples, sequence),
     )
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(
-            f"there is no file {path}",
-            why="nothing is downloaded: hf: takes a directory on this machine or its config.json",
-            attempt="check the path",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is no readable JSON: {error}", attempt="repair the file") from error
-    if not isinstance(settings, dict):
-        raise ModelError(f"{path} holds no JSON object", attempt="give a transformers config.json")
-    return settings
 
 
 def _import_transformers() -> Any:
