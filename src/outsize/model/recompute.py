@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["recomputed"]
+__all__ = ["buffers_unchanged", "recomputed"]
 
 
 def recomputed(block: nn.Module, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -22,6 +23,19 @@ def recomputed(block: nn.Module, run: Callable[..., Any] | None = None) -> Calla
     """
     written = _WrittenBuffers(block)
     return partial(checkpoint, run or block, use_reentrant=False, context_fn=written.contexts)
+
+
+@contextmanager
+def buffers_unchanged(module: nn.Module) -> Iterator[None]:
+    """Leave the module's buffers as they were, whatever is run inside."""
+    held = _WrittenBuffers(module).snapshot()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for each in held:
+                each.table[each.name] = each.buffer
+                each.buffer.copy_(each.content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from outsize.model.prepared_call import prepare_call
 from outsize.model.program import Node, NodeKind, Program, Ref
 from outsize.model.recompute import recomputed
 from outsize.model.slice import Slice
+from outsize.model.zero_share import zero_share
 
 __all__ = ["StageModule"]
 
@@ -102,7 +103,7 @@ class StageModule(nn.Module):
         values: dict[int, Any] = dict(zip(self.part.received, received, strict=True))
         for node, callee, dropped in self._steps:
             if node.kind is NodeKind.LOSS_SHARE:
-                values[node.outputs[0]] = self._share(node, values, loss_scales, received)
+                values[node.outputs[0]] = _share(node, values, loss_scales)
             else:
                 self._run_step(node, callee, values, batch_entries)
             for value in dropped:
@@ -127,34 +128,15 @@ class StageModule(nn.Module):
         else:
             callee(values)
 
-    def _share(
-        self,
-        node: Node,
-        values: Mapping[int, Any],
-        loss_scales: Sequence[float] | None,
-        received: Sequence[torch.Tensor],
-    ) -> Any:
-        """Return a loss term (or a number that the loss adds) times its share."""
-        (argument,) = node.arguments
-        term = values[argument.value] if isinstance(argument, Ref) else argument
-        scale = 1.0 if loss_scales is None else loss_scales[int(str(node.target))]
-        if scale == 1.0:
-            return term
-        if scale or not isinstance(term, torch.Tensor):
-            return term * scale
-        return self._nothing(term, received) if term.requires_grad else torch.zeros_like(term)
 
-    def _nothing(self, term: torch.Tensor, received: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return what a term with a share of zero counts: zero, with gradients of zero.
-
-        A mean over no elements is 0 / 0 and so is its gradient: zero times that would not be zero.
-        """
-        anchors = [value for value in received if value.requires_grad]
-        own = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        zero = torch.zeros_like(term)
-        for anchor in anchors or own[:1]:
-            zero = zero + (0.0 * anchor.sum()).real.to(term.dtype)
-        return zero
+def _share(node: Node, values: Mapping[int, Any], loss_scales: Sequence[float] | None) -> Any:
+    """Return a loss term (or a number that the loss adds) times its share."""
+    (argument,) = node.arguments
+    term = values[argument.value] if isinstance(argument, Ref) else argument
+    scale = 1.0 if loss_scales is None else loss_scales[int(str(node.target))]
+    if scale == 1.0:
+        return term
+    return term * scale if scale or not isinstance(term, torch.Tensor) else zero_share(term)
 
 
 def _references(outputs: Sequence[Any]) -> set[int]:

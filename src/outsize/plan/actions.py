@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 __all__ = ["Action", "ActionKind", "Schedule"]
@@ -51,3 +51,11 @@ class Schedule:
     def num_ranks(self) -> int:
         """Number of pipeline ranks."""
         return len(self.actions)
+
+    def of_first(self, num_microbatches: int) -> Schedule:
+        """Return the schedule of the first micro-batches alone, each rank's actions in the same order."""
+        kept = tuple(
+            tuple(action for action in actions if action.microbatch < num_microbatches)
+            for actions in self.actions
+        )
+        return replace(self, num_microbatches=num_microbatches, actions=kept)

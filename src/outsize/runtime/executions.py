@@ -118,8 +118,13 @@ class Executions:
             self._first_recording,
         )
 
+    @property
+    def run_in_step(self) -> bool:
+        """Whether all replicas have to run as many micro-batches: they gather parameters together."""
+        return self._state.gathers_in_stages
+
     def executor(self, placements: Sequence[StagePlacement]) -> StageExecutor:
-        """Return what runs one pass of the schedule, given the recording of each micro-batch."""
+        """Return what runs one pass of the schedule on its first micro-batches, given their recordings."""
         key = tuple(placements)
         if key not in self._executors:
             self._executors[key] = self._make_executor(placements)
@@ -146,7 +151,8 @@ class Executions:
         group = self._mesh.group("pp")
         if group is None:
             return OneProcessExecutor([stages[index] for index in sorted(stages)], self._mesh.device)
-        return PipelineExecutor(placements[0].schedule, stages, group, self._mesh.device)
+        schedule = placements[0].schedule.of_first(len(placements))
+        return PipelineExecutor(schedule, stages, group, self._mesh.device)
 
     def _stage_modules(self, placement: StagePlacement) -> dict[int, StageModule]:
         if placement not in self._stages:

@@ -1,14 +1,18 @@
 """Cuts a global batch into the micro-batches of every replica and accumulation step.
 
 global batch  ├──── replica 0 ────┤├──── replica 1 ────┤      10 samples in 4 parts: 3, 3, 2, 2
-              ├ acc. 0 ─┤├ acc. 1 ─┤├ ...                      2 samples in 4 parts: 1, 1, 0, 0
+              ├ acc. 0 ─┤├ acc. 1 ─┤├ ...                      2 samples in 4 parts: 1, 1
               ├mb 0┤├mb 1┤├mb 0┤...
+
+Parts without samples are not run, unless replicas have to run as many: then they repeat the first sample
+without effect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,20 +75,24 @@ class Microbatch:
 
     inputs: MicrobatchInputs
     placement: StagePlacement
-    num_samples: int  # 0 where it is there to fill the schedule alone
+    num_samples: int  # 0 where it only keeps this replica in step with others
 
 
 @dataclass(frozen=True, slots=True)
 class SplitBatch:
-    """This replica's micro-batches by accumulation step, and each loss term's elements in the whole batch."""
+    """This replica's micro-batches by accumulation step, and each loss term's elements in the whole batch.
+
+    Of a small batch it may have fewer than the plan says, or none; ``first`` is the first of all replicas.
+    """
 
     accumulation_steps: list[list[Microbatch]]
     num_elements: list[int | float]
+    first: Microbatch
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of the global batch. One without samples repeats the first row, and all of its losses count 0."""
+    """Rows of the global batch. One without samples repeats the first row, and counts nothing."""
 
     entries: dict[str, torch.Tensor]
     is_empty: bool
@@ -126,10 +134,15 @@ class BatchSplitter:
         totals = [sum(column) for column in zip(*counts, strict=True)]
         mesh = self._plan.mesh
         denominators = denominators_by_part(counts, mesh.dp * mesh.fsdp, denominator)
-        parts_with_losses = list(zip(parts, placements, counts, denominators, strict=True))
-        own = [self._microbatch(*each) for each in parts_with_losses[self._mine()]]
-        size = self._plan.schedule.num_microbatches
-        return SplitBatch([own[start : start + size] for start in range(0, len(own), size)], totals)
+        made = [
+            partial(self._microbatch, *each)
+            for each in zip(parts, placements, counts, denominators, strict=True)
+        ]
+        own = [
+            [made[index]() for index in step if self._executions.run_in_step or not parts[index].is_empty]
+            for step in self._steps()
+        ]
+        return SplitBatch([step for step in own if step], totals, made[0]())
 
     def _microbatch(
         self,
@@ -139,15 +152,16 @@ class BatchSplitter:
         denominators: LossDenominators,
     ) -> Microbatch:
         scales = denominators.scales(placement.recording, counts)
-        if part.is_empty:
-            scales = [0.0] * len(scales)
         entries = {name: value.to(self._device) for name, value in part.entries.items()}
         num_samples = 0 if part.is_empty else count_samples(entries, self._form.with_samples)
-        return Microbatch(MicrobatchInputs(entries, tuple(scales)), placement, num_samples)
+        inputs = MicrobatchInputs(entries, tuple(scales), has_effect=not part.is_empty)
+        return Microbatch(inputs, placement, num_samples)
 
-    def _mine(self) -> slice:
-        per_replica = self._plan.gradient_accumulation_steps * self._plan.schedule.num_microbatches
-        return slice(self._replica * per_replica, (self._replica + 1) * per_replica)
+    def _steps(self) -> list[range]:
+        """Return which of all parts are this replica's, by accumulation step."""
+        size, num_steps = self._plan.schedule.num_microbatches, self._plan.gradient_accumulation_steps
+        first = self._replica * num_steps * size
+        return [range(start, start + size) for start in range(first, first + num_steps * size, size)]
 
     def _parts(self, entries: Mapping[str, torch.Tensor], num_rows: int) -> list[_Part]:
         """Return all micro-batches of the global batch, in order."""

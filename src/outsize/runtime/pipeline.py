@@ -84,10 +84,7 @@ class PipelineExecutor:
         for stage in stages:
             stage.has_backward = self._runtime._has_backward
         self._runtime._step_microbatches(
-            kwarg_mbs=[
-                {**inputs.entries, "loss_scales": inputs.loss_scales, "microbatch": index}
-                for index, inputs in enumerate(microbatches)
-            ],
+            kwarg_mbs=[inputs.arguments(index) for index, inputs in enumerate(microbatches)],
             target_mbs=[None] * self._num_microbatches,
             losses=losses,
             return_outputs=False,

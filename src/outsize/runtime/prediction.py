@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_unflatten
 
 from outsize.errors import BatchError
 from outsize.model.batch_entries import BatchLayout, flatten_batch
-from outsize.model.program import Ref
+from outsize.model.program import Ref, TensorSpec
 from outsize.model.sample_dims import SampleDims
 from outsize.plan.plan import Plan
 from outsize.runtime.executions import Executions
@@ -52,20 +52,27 @@ class Predictor:
         Raises:
             BatchError: the batch has another form, or an output cannot be put together from micro-batches.
         """
-        steps = self._splitter.split(batch).accumulation_steps
+        split = self._splitter.split(batch)
+        steps = split.accumulation_steps
         microbatches = [microbatch for step in steps for microbatch in step]
-        assemblies = self._assemblies(microbatches[0])
+        assemblies = self._assemblies(split.first)
         outputs: list[list[Any]] = []
         for step in steps:
             executor = self._executions.executor([each.placement for each in step])
             outputs += executor.predict([each.inputs for each in step])
-        first = microbatches[0].placement
+        first = split.first.placement
         leaves = list(first.recording.outputs)
         sources = self._ranks_with_outputs(first.schedule.stage_to_rank[-1])
+        counted = [
+            leaves_of_one
+            for leaves_of_one, microbatch in zip(outputs, microbatches, strict=False)
+            if microbatch.num_samples
+        ]
         for position, how in assemblies.items():
-            own = [leaves_of_one[position] for leaves_of_one in outputs]
-            dtype = first.recording.specs[leaves[position].value].dtype
-            leaves[position] = self._assemble(how, own, microbatches, dtype, sources)
+            own = [leaves_of_one[position] for leaves_of_one in counted]
+            leaves[position] = self._assemble(
+                how, own, first.recording.specs[leaves[position].value], sources
+            )
         return tree_unflatten(leaves, first.recording.output_structure)
 
     def _ranks_with_outputs(self, pipeline_rank: int) -> list[int]:
@@ -107,29 +114,25 @@ class Predictor:
         return found
 
     def _assemble(
-        self,
-        how: _Assembly,
-        own: list[torch.Tensor],
-        microbatches: Sequence[Microbatch],
-        dtype: torch.dtype,
-        sources: Sequence[int],
+        self, how: _Assembly, own: list[torch.Tensor], spec: TensorSpec, sources: Sequence[int]
     ) -> torch.Tensor:
-        """Return an output of the whole batch; ``own`` are those of this replica's micro-batches, if here."""
+        """Return an output of the whole batch.
+
+        ``own`` are those of this replica's micro-batches, if it has samples and its last stage is here;
+        ``spec`` is what the first micro-batch of all makes.
+        """
         if how == "sum":
             total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
             for value in own:
                 total += value.sum()
             for axis in ("dp", "fsdp", "pp"):
                 self._mesh.sum_over(axis, total)
-            return total.to(dtype)
+            return total.to(spec.dtype)
         if how == "any":
-            return self._known_to_all(own[0] if own else None, dtype, sources[0])
-        rows = [
-            value if microbatch.num_samples else value.narrow(how, 0, 0)
-            for value, microbatch in zip(own, microbatches, strict=False)
-        ]
-        joined = torch.cat(rows, how) if rows else None
-        return torch.cat([self._known_to_all(joined, dtype, source) for source in sources], how)
+            return self._known_to_all(own[0] if own else None, spec.dtype, sources[0])
+        none = torch.empty(spec.shape, dtype=spec.dtype, device=self._mesh.device).narrow(how, 0, 0)
+        joined = torch.cat([none, *own], how)
+        return torch.cat([self._known_to_all(joined, spec.dtype, source) for source in sources], how)
 
     def _known_to_all(self, value: torch.Tensor | None, dtype: torch.dtype, source: int) -> torch.Tensor:
         """Return the value that rank ``source`` has, on every process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,18 +12,33 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from outsize.model.program import Program, Ref
+from outsize.model.recompute import buffers_unchanged
 from outsize.model.split_backward import full_backward
 from outsize.model.stage_module import StageModule
+from outsize.model.zero_share import zero_share
 
 __all__ = ["MicrobatchInputs", "OneProcessExecutor", "StageExecutor", "StageForMicrobatches"]
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchInputs:
-    """The entries of one micro-batch, and the factor of each loss term: its share of the global batch."""
+    """The entries of one micro-batch, and the factor of each loss term: its share of the global batch.
+
+    One without effect adds nothing to the loss, gradients of zero, and leaves buffers as they are.
+    """
 
     entries: Mapping[str, torch.Tensor]
     loss_scales: tuple[float, ...]
+    has_effect: bool = True
+
+    def arguments(self, microbatch: int) -> dict[str, Any]:
+        """Return what a stage is called with beside what it receives."""
+        return {
+            **self.entries,
+            "loss_scales": self.loss_scales,
+            "has_effect": self.has_effect,
+            "microbatch": microbatch,
+        }
 
 
 class StageExecutor(Protocol):
@@ -60,9 +75,11 @@ class StageForMicrobatches(nn.Module):
         assert isinstance(stage, StageModule)
         return stage
 
-    def forward(self, *received: torch.Tensor, microbatch: int, **kwargs: Any) -> Any:
+    def forward(self, *received: torch.Tensor, microbatch: int, has_effect: bool, **kwargs: Any) -> Any:
         """Return the values to send, or the loss."""
-        output = self.stage_of(microbatch)(*received, **kwargs)
+        stage = self.stage_of(microbatch)
+        with nullcontext() if has_effect else buffers_unchanged(stage):
+            output = stage(*received, **kwargs)
         if not self.is_last:
             return tuple(_sendable(value) for value in output)
         leaves = tree_flatten(output)[0]
@@ -71,7 +88,7 @@ class StageForMicrobatches(nn.Module):
         position = self._loss_positions[self._by_microbatch[microbatch]]
         if position is None:
             return torch.zeros(())
-        loss = leaves[position]
+        loss = leaves[position] if has_effect else zero_share(leaves[position])
         # not a view, which would keep what the stage received until the step ends
         return loss.sum() if loss.dim() else loss
 
@@ -122,7 +139,7 @@ class OneProcessExecutor:
     def _forward(self, index: int, inputs: MicrobatchInputs) -> torch.Tensor:
         values: Any = ()
         for stage in self._stages:
-            values = stage(*values, microbatch=index, loss_scales=inputs.loss_scales, **inputs.entries)
+            values = stage(*values, **inputs.arguments(index))
         loss: torch.Tensor = values
         return loss
 
