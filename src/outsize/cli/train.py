@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outsize.cli.plan import parse_mesh
 from outsize.plan.plan import OptimizerSpec
 from outsize.runtime.environment.outsize_variables import LaunchFlags
+
+if TYPE_CHECKING:
+    from outsize.jobs.planning import PlanRequest
+    from outsize.jobs.training import RunSettings
 
 __all__ = ["train"]
 
@@ -70,9 +74,8 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options
     """Train a model, split as a plan says; shows loss, speed, and memory predicted beside measured."""
     from outsize.jobs.planning import PlanRequest
     from outsize.jobs.server_training import ServerSettings
-    from outsize.jobs.training import Launch, RunSettings, train_model
+    from outsize.jobs.training import RunSettings
 
-    _show_log()
     request = PlanRequest(
         model=model,
         plan=plan,
@@ -96,7 +99,19 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options
         denominator=denominator,
         servers=ServerSettings(updates, servers, partitioner, checkpoint_every, evaluator),
     )
+    _train(request, settings, name, (num_machines, machine_rank, master))
+
+
+_Machines = tuple[int | None, int | None, str | None]  # how many, which one this is, the first's address
+
+
+def _train(request: PlanRequest, settings: RunSettings, name: str | None, machines: _Machines) -> None:
+    """Train while the log is shown; the command goes along as it was typed."""
+    from outsize.jobs.training import Launch, train_model
+
+    num_machines, machine_rank, master = machines
     flags = LaunchFlags(num_machines=num_machines, machine_rank=machine_rank, master=master)
+    _show_log()
     train_model(request, settings, name=name, launch=Launch(flags, sys.argv[1:]))
 
 
