@@ -70,6 +70,13 @@ def with_residuals_in_place(model: Habit, hidden: torch.Tensor) -> torch.Tensor:
     return mixed.mul_(0.5)
 
 
+def clipped_straight_through(model: Habit, hidden: torch.Tensor) -> torch.Tensor:
+    mixed = model.blocks[1](hidden)
+    with torch.no_grad():
+        mixed.clamp_(-0.1, 0.1)
+    return mixed
+
+
 def mean_square(hidden: torch.Tensor) -> torch.Tensor:
     return hidden.square().mean()
 
@@ -77,6 +84,7 @@ def mean_square(hidden: torch.Tensor) -> torch.Tensor:
 HABITS: dict[str, tuple[Any, Any]] = {
     "an apply that was kept": (lambda _model, hidden: kept_apply(hidden), mean_square),
     "functional_call": (with_other_parameters, mean_square),
+    "a write without gradient": (clipped_straight_through, mean_square),
     "residuals in place": (with_residuals_in_place, mean_square),
     "a plain dataclass": (lambda _model, hidden: hidden, lambda h: Outputs(mean_square(h), h)),
     "a column beside the loss": (
@@ -119,3 +127,22 @@ def test_writes_into_parameters_are_refused() -> None:
     """Between blocks nothing would write them again; silence would train another model."""
     with pytest.raises(RecordingError, match="parameter"):
         record_module(Renormed(), torch.randn(4, 6))
+
+
+class Checked(nn.Module):
+    """Takes a decision from what many alike blocks made, the last of which are not run when recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return mean_square(x) if (x > 1e6).any() else x.mean()
+
+
+def test_decisions_taken_from_repeated_blocks_are_refused() -> None:
+    """Their results have shapes only; what happens to lie in their memory decides nothing."""
+    with pytest.raises(RecordingError, match="depends on parameters"):
+        record_module(Checked(), torch.randn(4, 6))

@@ -20,7 +20,7 @@ def apply_out_of_place(program: Program) -> None:
     """Replace operators that write in place by those that do not, where it makes no difference.
 
     That is where the memory was made by a block or an operator, and nothing reads it afterwards but through
-    the operator's result.
+    the operator's result. A write under `no_grad` leaves its value the history it had; a new value has none.
     """
     last_read = {value: at for at, node in enumerate(program.nodes) for value in node.inputs}
     last_read |= {leaf.value: len(program.nodes) for leaf in program.outputs if isinstance(leaf, Ref)}
@@ -53,7 +53,8 @@ def _out_of_place(program: Program, node: Node) -> Callable[..., Any] | None:
     if len(node.mutates) != 1 or len(node.outputs) != 1:
         return None
     dtypes = {program.specs[value].dtype for value in node.inputs}
-    is_plain = not node.is_random and node.mutates == node.inputs[:1]
+    keeps_history = not node.grad_enabled and program.specs[node.mutates[0]].requires_grad
+    is_plain = not node.is_random and not keeps_history and node.mutates == node.inputs[:1]
     return out_of_place_form(node.target) if is_plain and len(dtypes) == 1 else None
 
 

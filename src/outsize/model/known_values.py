@@ -18,6 +18,15 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 __all__ = ["KnownValues"]
 
 _MAX_ELEMENTS = 2**20  # larger results are forgotten: nobody asks them for single numbers
+aten = torch.ops.aten
+_WITHOUT_CONTENT = {  # what is in them is nobody's: the results of repeated blocks are made so as well
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_permuted.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
 
 
 class KnownValues:
@@ -49,10 +58,11 @@ class KnownValues:
         return any(id(leaf) in self._of_batch for leaf in leaves)
 
     def compute(self, func: Any, leaves: list[Any], structure: TreeSpec) -> Any:
-        """Return the real result of an operator, or None if an input is unknown or numbers are drawn."""
+        """Return the real result of an operator, or None if an input is unknown or its result is open."""
         real = [self.value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         is_unknown = any(value is None and leaf is not None for value, leaf in zip(real, leaves, strict=True))
-        if is_unknown or torch.Tag.nondeterministic_seeded in func.tags:
+        is_open = func in _WITHOUT_CONTENT or torch.Tag.nondeterministic_seeded in func.tags
+        if is_unknown or is_open:
             self.forget_written(func, leaves)
             return None
         args, kwargs = tree_unflatten(real, structure)

@@ -190,5 +190,5 @@ def _in_place(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iter
     try:
         yield
     finally:
-        for table, leaf, parameter_held in held:
+        for table, leaf, parameter_held in reversed(held):  # a shared module has several names for one
             table[leaf] = parameter_held
