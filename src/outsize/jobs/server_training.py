@@ -94,6 +94,7 @@ def _server_job(
         data=settings.data,
         evaluate_every=settings.evaluate_every,
         num_validation_batches=settings.num_validation_batches,
+        write_checkpoint=settings.write_checkpoint,
         checkpoint_every=of_servers.checkpoint_every or 0,
         checkpoint=str(find_checkpoint(directory / "checkpoints")) if settings.resume else None,
         with_evaluator=of_servers.with_evaluator,

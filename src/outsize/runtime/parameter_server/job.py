@@ -28,6 +28,7 @@ class ParameterServerJob:
     data: str | None = None
     evaluate_every: int = 0  # steps; 0: before the first and after the last alone
     num_validation_batches: int = 0
+    write_checkpoint: bool = True
     checkpoint_every: int = 0  # steps; 0: after the last alone
     checkpoint: str | None = None  # to go on from
     with_evaluator: bool = False

@@ -95,7 +95,7 @@ class ServerTraining:
                 version = stop
                 if version == _next_stop(version - 1, evaluate_every, last):
                     self._evaluate(summary, metrics)
-                if version == _next_stop(version - 1, save_every, last):
+                if job.write_checkpoint and version == _next_stop(version - 1, save_every, last):
                     self.coordinator.save(Path(job.run_directory) / "checkpoints", self.constants)
         summary.staleness = self.coordinator.statistics()[0]["staleness"]
         return summary
