@@ -146,3 +146,40 @@ def test_decisions_taken_from_repeated_blocks_are_refused() -> None:
     """Their results have shapes only; what happens to lie in their memory decides nothing."""
     with pytest.raises(RecordingError, match="depends on parameters"):
         record_module(Checked(), torch.randn(4, 6))
+
+
+def relative_entropy(hidden: torch.Tensor) -> torch.Tensor:
+    """Torch looks whether every scale is positive, and whether there are samples outside of the support."""
+    latent = torch.distributions.Normal(hidden[:, :3], hidden[:, 3:].exp())
+    prior = torch.distributions.Normal(torch.zeros(4, 3).to(hidden), torch.ones(4, 3).to(hidden))
+    return torch.distributions.kl_divergence(latent, prior).mean()
+
+
+def nll_of_variances(hidden: torch.Tensor) -> torch.Tensor:
+    return nn.functional.gaussian_nll_loss(hidden[:, :3], hidden[:, 3:], hidden[:, 3:].exp())
+
+
+def not_negative(hidden: torch.Tensor) -> torch.Tensor:
+    square = hidden.square()
+    assert (square >= 0).all(), "squares are not negative"
+    if not torch.isfinite(square).all():
+        raise ValueError("not finite")
+    return square.mean()
+
+
+def chosen_by_value(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden.mean() if (hidden > 0).any() else hidden.square().mean()
+
+
+@pytest.mark.parametrize("finish", [relative_entropy, not_negative, nll_of_variances])
+def test_checks_that_only_raise_are_taken_to_hold(finish: Callable[..., Any]) -> None:
+    """They decide nothing else; distributions and losses of torch check so."""
+    program = record_module(Habit(lambda _model, hidden: hidden, finish), torch.randn(4, 6))
+    assert program.guards == ()
+    assert program.rung == "fake_tensors"
+
+
+def test_values_that_choose_what_is_computed_are_refused() -> None:
+    """Training changes them."""
+    with pytest.raises(RecordingError, match="takes a number"):
+        record_module(Habit(lambda _model, hidden: hidden, chosen_by_value), torch.randn(4, 6))
