@@ -15,9 +15,9 @@ __all__ = ["cut_points", "find_cut", "parts_writes"]
 def cut_points(program: Program, labels: list[str] | None = None) -> list[CutPoint]:
     """Return the cuts just before each block, in order, that leave parameters on both sides.
 
-    A buffer that is written from what parameters made stays on one side, with all that uses it: copies of it
-    would come to differ. No cut comes between a value and a later write into its memory: a stage would write
-    into its own copy.
+    A buffer that is written from what parameters made, or by a block, stays on one side with all that uses
+    it: copies of it would come to differ. No cut comes between a value and a later write into its memory: a
+    stage would write into its own copy.
 
     ``labels`` names the blocks for a recording of operators, which has no blocks of its own: pass the labels
     of the recording of blocks.
@@ -49,7 +49,8 @@ def _is_within(index: int, spans: Sequence[tuple[int, int]]) -> bool:
 
 def _spans_of_writing(program: Program) -> list[tuple[int, int]]:
     tainted = tainted_nodes(program)
-    return _spans_of_buffers(program, tainted) + _spans_of_writes(program, tainted)
+    spans = _spans_of_buffers(program, tainted) + _spans_of_writes(program, tainted)
+    return [*spans, *program.shared_buffer_spans]
 
 
 def find_cut(program: Program, label: str) -> int:

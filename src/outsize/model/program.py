@@ -203,6 +203,8 @@ class Program:
     index_ranges: tuple[IndexRange, ...] = ()  # checked for every batch
     rung: Rung = Rung.FAKE_TENSORS
     written_buffers: tuple[str, ...] = ()  # by the forward, inside blocks too; of alike blocks by the first
+    # first and last node that use a buffer which a block writes and others use too: no cut comes between
+    shared_buffer_spans: tuple[tuple[int, int], ...] = ()
     warnings: list[str] = field(default_factory=list)
     module: nn.Module | None = None  # that was recorded, where stage modules are wanted
 

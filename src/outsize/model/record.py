@@ -29,6 +29,7 @@ from outsize.model.output_classes import register_dataclasses
 from outsize.model.program import Node, NodeKind, Program, Rung, TensorSpec
 from outsize.model.recorder import LeafMustOpen, Recorder
 from outsize.model.repeated_calls import RepeatedCalls
+from outsize.model.shared_buffers import spans_of_shared_buffers
 from outsize.model.slice import tainted_nodes
 from outsize.model.source import resize_batch
 from outsize.model.unrecordable import refuse_unrecordable
@@ -119,6 +120,7 @@ def _record(
             continue
         program.warnings += changes.check(leaves)
         program.written_buffers = tuple(changes.written_buffers)
+        program.shared_buffer_spans = spans_of_shared_buffers(program, module)
         return program
     raise RecordingError(
         f"the module could not be recorded in {_MAX_RECORDINGS} attempts",
