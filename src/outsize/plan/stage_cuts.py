@@ -28,7 +28,7 @@ def check_cuts(cuts: Sequence[str], legal: Sequence[str]) -> None:
                 why=f"A stage may begin at {len(legal)} blocks, so that none is empty and none writes into "
                 f"what another holds; {cut!r} is not one."
                 if legal
-                else "It is a single block, its blocks share a buffer, or it writes into what its first one made.",
+                else "It is one block, its blocks share a buffer, or it writes into what its first one made.",
                 attempt=f"a stage that begins at {_either(near)}." if near else "one stage.",
             )
         if list(cuts).count(cut) > 1:
