@@ -76,7 +76,7 @@ class PartModel:
         with values, not while it is recorded.
         """
         place = ProcessMesh(self._plan.mesh, part, self._device)
-        microbatches = self._split(batch, part)
+        microbatches = self._split(batch, part, self._plan.denominator)
         with random_stream(self._plan.seed, step, place), running:
             return self._sum(
                 executor.train([each.inputs for each in of_step])
@@ -95,10 +95,10 @@ class PartModel:
                     for of_step, executor in self._passes(microbatches)
                 )
 
-    def _split(self, batch: Any, part: int) -> list[list[Microbatch]]:
+    def _split(self, batch: Any, part: int, denominator: str = "samples") -> list[list[Microbatch]]:
         """Return the micro-batches of a part by accumulation step; new shapes are recorded."""
         splitter = BatchSplitter(self._form, self._plan, self._executions, part, self._device)
-        return splitter.split(batch).accumulation_steps
+        return splitter.split(batch, denominator=denominator).accumulation_steps
 
     def _passes(
         self, microbatches: list[list[Microbatch]]
