@@ -166,7 +166,7 @@ class Executions:
 
     def _stage_module(self, program: Program, part: Slice) -> StageModule:
         if self._state.gathers_in_stages:
-            return GatheredStage(program, part, self._deferred.module, self._state.unit, keeps_gathered=False)
+            return GatheredStage(program, part, self._deferred.module, self._state.unit)
         return StageModule(program, part, self._deferred.module)
 
     def _batch(self, entries: Mapping[str, torch.Tensor]) -> object:

@@ -29,8 +29,8 @@ class _Place:
 class GatheredPass:
     """Gathers units as the forward comes to them, one ahead; ``units`` are in order of first use."""
 
-    def __init__(self, units: Sequence[ParameterUnit], *, keeps_gathered: bool) -> None:
-        self._units, self._keeps_gathered = units, keeps_gathered
+    def __init__(self, units: Sequence[ParameterUnit]) -> None:
+        self._units = units
         self._num_used = 0
         self._next: UnitUse | None = None
         self._order = GatherOrder() if torch.is_grad_enabled() else None
@@ -50,7 +50,7 @@ class GatheredPass:
         if self._order is not None:
             self._order.add_first_use(use)
             use.is_gathered_again = is_recomputed
-            if unit.is_remade and not self._keeps_gathered:
+            if unit.is_gathered:
                 addresses = (whole.untyped_storage()._cdata for whole in wholes)
                 self._gathered |= {address: (use, at) for at, address in enumerate(addresses)}
         return use
@@ -85,7 +85,7 @@ class GatheredPass:
 
     def saving_places(self) -> AbstractContextManager[Any]:
         """Let autograd save places instead of gathered parameters while inside."""
-        if self._order is None or self._keeps_gathered or not any(unit.is_remade for unit in self._units):
+        if self._order is None or not any(unit.is_gathered for unit in self._units):
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._save, self._saved)
 
@@ -98,7 +98,7 @@ class GatheredPass:
     def _save(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is torch.strided:
             found = self._gathered.get(tensor.untyped_storage()._cdata)
-            if found is not None and tensor.dtype == found[0].unit.dtype_of(found[1]):
+            if found is not None and tensor.dtype == found[0].unit.members[found[1]].held.dtype:
                 found[0].is_gathered_again = True
                 return _Place(*found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return tensor.detach()  # as it is, an output would keep itself

@@ -33,13 +33,11 @@ _Step = tuple[Node, Any, tuple[int, ...]]
 
 
 class GatheredStage(StageModule):
-    """Executes one slice. With ``keeps_gathered`` what was gathered stays from a forward to its backward."""
+    """Executes one slice."""
 
-    def __init__(
-        self, program: Program, part: Slice, module: nn.Module, make_unit: MakeUnit, *, keeps_gathered: bool
-    ) -> None:
+    def __init__(self, program: Program, part: Slice, module: nn.Module, make_unit: MakeUnit) -> None:
         super().__init__(program, part, module)
-        self._make_unit, self._keeps_gathered = make_unit, keeps_gathered
+        self._make_unit = make_unit
         self._pass: GatheredPass | None = None
         self._units: list[ParameterUnit] = []  # in the order of their first use
         self._gather_blocks(recomputed_blocks=())
@@ -50,7 +48,7 @@ class GatheredStage(StageModule):
 
     def forward(self, *received: torch.Tensor, **entries: Any) -> Any:
         """Run the slice; see :class:`StageModule`."""
-        self._pass = running = GatheredPass(self._units, keeps_gathered=self._keeps_gathered)
+        self._pass = running = GatheredPass(self._units)
         try:
             with running.saving_places():
                 result = super().forward(*received, **entries)

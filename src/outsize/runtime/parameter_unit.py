@@ -40,8 +40,7 @@ class ParameterUnit:
     """Gathers and reduces over ``group``, in which shards lie as ``shards`` says.
 
     With ``is_sharded`` False nothing is gathered: every process holds its parameters whole. Without a group
-    nothing is reduced either. ``dtype`` is that of floating-point parameters in computations, where it is
-    another than the one they are held in.
+    nothing is reduced either.
     """
 
     def __init__(
@@ -51,23 +50,10 @@ class ParameterUnit:
         group: dist.ProcessGroup | None,
         *,
         is_sharded: bool,
-        dtype: torch.dtype | None = None,
     ) -> None:
         self.members, self.shards, self.group = list(members), shards, group
         self.is_gathered = is_sharded and group is not None
-        self._dtypes = [
-            dtype if dtype is not None and member.held.is_floating_point() else member.held.dtype
-            for member in members
-        ]
-        # whether what computations use is made anew for each use
-        self.is_remade = self.is_gathered or any(
-            dtype != member.held.dtype for member, dtype in zip(members, self._dtypes, strict=True)
-        )
         self.is_trained = any(member.trained.requires_grad for member in members)
-
-    def dtype_of(self, position: int) -> torch.dtype:
-        """Return the dtype of a member in computations."""
-        return self._dtypes[position]
 
     def start_gather(self) -> GatherInFlight:
         """Send this process's shards, and receive those of the others."""
@@ -76,32 +62,26 @@ class ParameterUnit:
     def block_layout(self, rank: int) -> tuple[list[int], int]:
         """Return where each member's bytes lie in a rank's message, and the bytes of all."""
         places, end = [], 0
-        for member, dtype in zip(self.members, self._dtypes, strict=True):
+        for member in self.members:
             places.append(end)
-            num_bytes = self.shards.num_elements(member.shape, rank) * dtype.itemsize
+            num_bytes = self.shards.num_elements(member.shape, rank) * member.held.itemsize
             end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return places, end
 
     def views(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Return a rank's shards as they lie in its message."""
         found = []
-        for member, dtype, place in zip(self.members, self._dtypes, self.block_layout(rank)[0], strict=True):
+        for member, place in zip(self.members, self.block_layout(rank)[0], strict=True):
             shape = self.shards.shape(member.shape, rank)
-            end = place + shape.numel() * dtype.itemsize
-            found.append(message[place:end].view(dtype).view(shape))
+            end = place + shape.numel() * member.held.itemsize
+            found.append(message[place:end].view(member.held.dtype).view(shape))
         return found
-
-    def held_whole(self) -> list[torch.Tensor]:
-        """Return the members as computations want them, where this process holds them whole."""
-        return [
-            member.held.detach().to(dtype) for member, dtype in zip(self.members, self._dtypes, strict=True)
-        ]
 
     def empty_wholes(self) -> list[torch.Tensor]:
         """Return room for all members."""
         return [
-            torch.empty(member.shape, dtype=dtype, device=member.held.device)
-            for member, dtype in zip(self.members, self._dtypes, strict=True)
+            torch.empty(member.shape, dtype=member.held.dtype, device=member.held.device)
+            for member in self.members
         ]
 
     def start_reduce(self, gradients: Sequence[torch.Tensor | None]) -> list[ReduceInFlight]:
@@ -138,9 +118,9 @@ class GatherInFlight:
 
     @torch.no_grad()
     def finish(self) -> list[torch.Tensor]:
-        """Return the members whole, in the dtype of computations."""
+        """Return the members whole."""
         if not self._unit.is_gathered:
-            return self._unit.held_whole()
+            return [member.held.detach() for member in self._unit.members]
         wholes = self._unit.empty_wholes()
         self.finish_in(wholes)
         return wholes
