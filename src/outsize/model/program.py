@@ -88,7 +88,8 @@ class Node:
 
     ``arguments`` is the flattened ``(args, kwargs)`` with a :class:`Ref` wherever a tensor stood and
     ``structure`` restores it. ``outputs[i]`` is the value found at ``output_positions[i]`` of the
-    flattened result, which has ``num_results`` leaves. ``mutates`` are values written in place.
+    flattened result, which has ``num_results`` leaves. ``mutates`` are values written in place. ``detached``
+    are positions of arguments that a block gives no gradient to, though they need one.
     """
 
     kind: NodeKind
@@ -99,6 +100,7 @@ class Node:
     output_positions: tuple[int, ...] = (0,)
     num_results: int = 1
     mutates: tuple[int, ...] = ()
+    detached: tuple[int, ...] = ()
     grad_enabled: bool = True
     is_random: bool = False
     module_path: str = ""  # the module whose forward was running

@@ -18,6 +18,7 @@ from outsize.errors import RecordingError
 from outsize.model.autograd_functions import autograd_functions_recorded
 from outsize.model.batch_entries import count_samples, flatten_batch, sample_entries
 from outsize.model.execution import Execution, on_shapes, on_values
+from outsize.model.gradient_flow import ArgumentGradients
 from outsize.model.hooks import blocks_with_forward_hooks, gradient_hooks_refused
 from outsize.model.in_place_writes import apply_out_of_place
 from outsize.model.index_ranges import Lookup, find_index_ranges, lookups_noted
@@ -220,14 +221,20 @@ def _leaf_calls_recorded(
             return run(*args, **kwargs)
         arguments = recorder.flatten_arguments(args, kwargs)
         versions = _versions(args, kwargs)
-        recorder.leaf, recorder.leaf_is_random = name, False
+        recorder.leaf, recorder.leaf_is_random, recorder.leaf_detached = name, False, ()
         try:
             result = _run_or_repeat(recorder, run, leaf, repeated, args, kwargs)
         finally:
             recorder.leaf = None
         mutated = [tensor for tensor, version in versions if tensor._version != version]
         recorder.add_call(
-            NodeKind.MODULE, name, arguments, result, mutated=mutated, is_random=recorder.leaf_is_random
+            NodeKind.MODULE,
+            name,
+            arguments,
+            result,
+            mutated=mutated,
+            is_random=recorder.leaf_is_random,
+            detached=recorder.leaf_detached,
         )
         return result
 
@@ -278,16 +285,16 @@ def _run_or_repeat(
 ) -> Any:
     """Run a block, or return what an alike call returned."""
     key = None if repeated is None else repeated.key(leaf, args, kwargs)
-    if repeated is None or key is None:
-        return forward(*args, **kwargs)
-    known = repeated.result(key, args, kwargs)
+    known = None if repeated is None or key is None else repeated.result(key, args, kwargs)
     if known is not None:
-        result, recorder.leaf_is_random = known
+        result, recorder.leaf_is_random, recorder.leaf_detached = known
         return result
-    versions = _versions(args, kwargs)
+    versions, gradients = _versions(args, kwargs), ArgumentGradients(args, kwargs)
     result = forward(*args, **kwargs)
-    if all(tensor._version == version for tensor, version in versions):
-        repeated.remember(key, args, kwargs, result, is_random=recorder.leaf_is_random)
+    recorder.leaf_detached = gradients.detached(result)
+    is_plain = all(tensor._version == version for tensor, version in versions)
+    if repeated is not None and key is not None and is_plain:
+        repeated.remember(key, args, kwargs, result, recorder.leaf_is_random, recorder.leaf_detached)
     return result
 
 

@@ -42,6 +42,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.escaped: set[str] = set()
         self.leaf: str | None = None  # the leaf whose forward is running
         self.leaf_is_random = False  # it drew random numbers
+        self.leaf_detached: tuple[int, ...] = ()  # positions of arguments that it gave no gradient to
         self.module_stack: list[str] = [""]
         self._value_of: dict[int, int] = {}  # id(tensor) -> value
         self._value_at: dict[tuple[Any, ...], int] = {}  # memory and layout -> value, for re-wrapped tensors
@@ -126,6 +127,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         mutated: Sequence[torch.Tensor] = (),
         is_random: bool = False,
+        detached: tuple[int, ...] = (),
     ) -> None:
         """Write a node for a call whose flattened arguments already hold references.
 
@@ -152,6 +154,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             num_results=len(leaves),
             mutates=mutates,
             is_random=is_random,
+            detached=detached,
         )
 
     def flatten_arguments(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:

@@ -37,6 +37,7 @@ class _Result:
     leaves: tuple[Any, ...]
     structure: TreeSpec
     is_random: bool
+    detached: tuple[int, ...]
 
 
 class RepeatedCalls:
@@ -61,8 +62,19 @@ class RepeatedCalls:
             self._signatures[id(block)] = module_signature(block)
         return self._signatures[id(block)], tuple(described), str(structure), torch.is_grad_enabled()
 
-    def remember(self, key: Hashable, args: Any, kwargs: Any, result: Any, *, is_random: bool) -> None:
-        """Remember a result, unless it holds views of arguments or objects."""
+    def remember(
+        self,
+        key: Hashable,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        is_random: bool,
+        detached: tuple[int, ...],
+    ) -> None:
+        """Remember a result, unless it holds views of arguments or objects.
+
+        ``detached`` are the positions of arguments that it gives no gradient to.
+        """
         arguments = tree_flatten((args, kwargs))[0]
         positions = {id(leaf): at for at, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)}
         storages = {_address(leaf) for leaf in arguments if isinstance(leaf, torch.Tensor)}
@@ -78,16 +90,16 @@ class RepeatedCalls:
                 kept.append(_Made(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
             else:
                 return
-        self._results[key] = _Result(tuple(kept), structure, is_random)
+        self._results[key] = _Result(tuple(kept), structure, is_random, detached)
 
-    def result(self, key: Hashable, args: Any, kwargs: Any) -> tuple[Any, bool] | None:
-        """Return a known result, made of new tensors, and whether random numbers went into it."""
+    def result(self, key: Hashable, args: Any, kwargs: Any) -> tuple[Any, bool, tuple[int, ...]] | None:
+        """Return a known result, made of new tensors, and what else was remembered of it."""
         found = self._results.get(key)
         if found is None:
             return None
         arguments = tree_flatten((args, kwargs))[0]
         leaves = [_make(leaf, arguments) for leaf in found.leaves]
-        return tree_unflatten(leaves, found.structure), found.is_random
+        return tree_unflatten(leaves, found.structure), found.is_random, found.detached
 
 
 def _make(leaf: Any, arguments: list[Any]) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outsize.errors import PlanError
+from outsize.model.gradient_flow import values_with_gradient
 from outsize.model.liveness import buffer_writers
 from outsize.model.program import NodeKind, Program, Ref
 
@@ -22,13 +23,17 @@ __all__ = ["Slice", "slice_program", "tainted_nodes"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One stage of a program. ``sent`` is empty for the last stage, which returns the model's outputs."""
+    """One stage of a program. ``sent`` is empty for the last stage, which returns the model's outputs.
+
+    ``with_gradient`` are those of the values received and sent that the loss's gradient comes back to.
+    """
 
     index: int
     num_slices: int
     nodes: tuple[int, ...]
     received: tuple[int, ...]
     sent: tuple[int, ...]
+    with_gradient: frozenset[int]
     modules: tuple[str, ...]
     parameters: tuple[str, ...]  # read by operators of the slice itself
     buffers: tuple[str, ...]
@@ -84,6 +89,7 @@ class _Slicer:
         for index, node in enumerate(program.nodes):
             for value in node.mutates:
                 self.writers.setdefault(program.storages[value], []).append(index)
+        self.with_gradient = values_with_gradient(program)
         self.effects = set(buffer_writers(program))  # that no later stage runs
 
     def collect(self, needed: set[int], start: int, end: int) -> tuple[list[int], list[int]]:
@@ -140,6 +146,7 @@ class _Slicer:
             nodes=tuple(nodes),
             received=tuple(received),
             sent=sent,
+            with_gradient=self.with_gradient.intersection((*received, *sent)),
             modules=names(NodeKind.MODULE),
             parameters=names(NodeKind.PARAMETER),
             buffers=names(NodeKind.BUFFER),

@@ -28,6 +28,9 @@ def sum_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessG
 
 
 def _sum_bucket(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    if len(gradients) == 1 and gradients[0].is_contiguous():  # without a copy, which for a table is large
+        dist.all_reduce(gradients[0], group=group)
+        return
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
     summed = torch.split(flat, [gradient.numel() for gradient in gradients])

@@ -13,8 +13,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _derive_grad_metas, extract_tensor_metas
 from torch.distributed.pipelining.stage import _RecvInfo
 
-from outsize.model.program import Program
 from outsize.model.split_backward import WeightGradients, full_backward, input_gradients
+from outsize.model.stage_module import StageModule
 from outsize.plan.actions import Schedule
 from outsize.runtime.stage_executor import StageForMicrobatches
 
@@ -44,8 +44,8 @@ class StageOnRank(PipelineStage):
             index,
             schedule.num_stages,
             device,
-            input_args=_described(first.program, first.part.received),
-            output_args=() if stage.is_last else _described(first.program, first.part.sent),
+            input_args=_described(first, first.part.received),
+            output_args=() if stage.is_last else _described(first, first.part.sent),
             group=group,
         )
         self._to_send: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -57,7 +57,7 @@ class StageOnRank(PipelineStage):
         del has_backward
         for chunk in range(num_microbatches):
             recording = self._recordings[chunk]
-            metas = extract_tensor_metas(_described(recording.program, recording.part.received))
+            metas = extract_tensor_metas(_described(recording, recording.part.received))
             self.args_recv_info[chunk] = tuple(
                 _RecvInfo(f"input {index}", self.stage_index - 1, None, meta)
                 for index, meta in enumerate(metas or ())
@@ -67,7 +67,7 @@ class StageOnRank(PipelineStage):
         self.chunks = num_microbatches
         for chunk in range(num_microbatches):
             recording = self._recordings[chunk]
-            sent = () if self.is_last else _described(recording.program, recording.part.sent)
+            sent = () if self.is_last else _described(recording, recording.part.sent)
             self.grad_recv_info[chunk] = tuple(
                 _RecvInfo(f"output gradient {index}", self.stage_index + 1, None, meta)
                 for index, meta in enumerate(_derive_grad_metas(extract_tensor_metas(sent) or ()))
@@ -214,7 +214,7 @@ def _run_backward(
 
 
 def _take_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a received tensor, of zeros where the loss does not use it.
+    """Return the gradient of a received tensor, of zeros where this micro-batch has none.
 
     Left to torch, those zeros would have the shape of the first micro-batch's.
     """
@@ -238,9 +238,15 @@ def _drop_buffers(infos: Sequence[_RecvInfo]) -> None:
         info.buffer = None
 
 
-def _described(program: Program, values: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Return tensors without data that have the recorded shapes, dtypes and gradient flags."""
+def _described(stage: StageModule, values: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Return tensors without data of the recorded shapes and dtypes, and whether gradients come back."""
+    specs, with_gradient = stage.program.specs, stage.part.with_gradient
     return tuple(
-        torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
-        for spec in (program.specs[value] for value in values)
+        torch.empty(
+            specs[value].shape,
+            dtype=specs[value].dtype,
+            device="meta",
+            requires_grad=value in with_gradient,
+        )
+        for value in values
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
+from outsize.runtime.data_parallel import sum_gradients
 from outsize.runtime.mesh import ProcessMesh
 
 __all__ = ["TiedParameters"]
@@ -35,14 +35,14 @@ class TiedParameters:
         return self._holders.get(name, (self._here,))[0] == self._here
 
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum the gradients of shared parameters; ``parameters`` are this rank's, by canonical name."""
-        for name, ranks in self._holders.items():
-            parameter = parameters.get(name)
-            if self._here not in ranks or parameter is None or not parameter.requires_grad:
-                continue
-            if parameter.grad is None:  # used here, but without effect on the loss
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=self._groups[ranks])
+        """Sum the gradients of shared parameters; ``parameters`` are this rank's, by canonical name.
+
+        One that has no gradient on any rank, such as a detached one, stays without.
+        """
+        for holders, group in self._groups.items():
+            if self._here in holders:
+                shared = [parameters[name] for name, ranks in self._holders.items() if ranks == holders]
+                sum_gradients([each for each in shared if each.requires_grad], group)
 
 
 def _new_group(mesh: ProcessMesh, pipeline_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
