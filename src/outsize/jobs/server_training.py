@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from outsize.errors import LaunchError, PlanError
 from outsize.jobs.planning import PlanRequest
-from outsize.plan.files import save_plan
+from outsize.plan.files import load_plan, save_plan
 from outsize.plan.plan import Plan
 from outsize.runtime.environment.launch_environment import LaunchEnvironment
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from outsize.runtime.parameter_server.job import ParameterServerJob
     from outsize.runtime.parameter_server.training import JobSummary
 
-__all__ = ["ServerSettings", "check_strategy", "run_with_servers"]
+__all__ = ["ServerSettings", "check_strategy", "names_servers", "run_with_servers", "server_job"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,17 @@ class ServerSettings:
 
 
 def check_strategy(
-    plan: Plan, request: PlanRequest, settings: ServerSettings, environment: LaunchEnvironment
+    plan: Plan,
+    request: PlanRequest,
+    settings: ServerSettings,
+    environment: LaunchEnvironment,
+    num_machines: int,
 ) -> None:
     """Refuse settings of parameter servers under another strategy, and what cannot start them.
 
     Raises:
         PlanError: the plan's strategy has no servers, and something was said of them.
-        LaunchError: a launcher started this process.
+        LaunchError: the plan has workers on several machines, and no launcher said who is what.
     """
     if plan.strategy != "parameter_server":
         said = [each.name for each in fields(settings) if getattr(settings, each.name) not in {None, False}]
@@ -49,12 +53,26 @@ def check_strategy(
                 why=f"For these alone there is {', '.join(name.replace('_', ' ') for name in said)}.",
                 attempt="--strategy parameter_server, or a plan saved with it.",
             )
-    elif environment.source != "single_machine":
+        return
+    if environment.source == "single_machine" and num_machines > 1:
         raise LaunchError(
-            f"{environment.source} starts this process, and parameter servers cannot be started so yet.",
-            why="One process coordinates the job, and starts servers and workers itself.",
-            attempt="outsize train alone, on one machine, outside that job.",
+            f"The plan's {plan.mesh.dp} workers are on {num_machines} machines.",
+            why="Servers and workers of several machines are started by something that gives each its role.",
+            attempt="TF_CONFIG with chief, worker and ps on each, --mesh for fewer workers, or one machine.",
         )
+    if environment.source != "single_machine" and environment.cluster is None:
+        raise LaunchError(
+            f"{environment.source} gives its processes no roles.",
+            why="A job with parameter servers has one coordinator, servers and workers.",
+            attempt="TF_CONFIG or CLUSTER_SPEC with chief, worker and ps, or outsize train on one machine.",
+        )
+
+
+def names_servers(request: PlanRequest) -> bool:
+    """Whether the request asks for parameter servers, by name or by its plan."""
+    if request.plan is None:
+        return request.strategy == "parameter_server"
+    return load_plan(request.plan).strategy == "parameter_server"
 
 
 def run_with_servers(
@@ -67,20 +85,32 @@ def run_with_servers(
     """
     from outsize.runtime.parameter_server.run_job import prepare_job, run_server_job
 
-    prepared = prepare_job(_server_job(plan, request, settings, directory))
+    prepared = prepare_job(server_job(plan, request, settings, directory))
     directory.mkdir(parents=True, exist_ok=True)
     save_plan(plan, directory / "plan.json")
     return [run_server_job(prepared)]
 
 
-def _server_job(
-    plan: Plan, request: PlanRequest, settings: RunSettings, directory: Path
+def server_job(
+    plan: Plan,
+    request: PlanRequest,
+    settings: RunSettings,
+    directory: Path,
+    environment: LaunchEnvironment | None = None,
 ) -> ParameterServerJob:
+    """Return the job as its processes get it; an environment with roles says how many servers there are.
+
+    Raises:
+        PlanError: updates are said in a way that is none.
+        LaunchError: there is nothing to resume from.
+    """
     from outsize.runtime.checkpoint import find_checkpoint
     from outsize.runtime.parameter_server.job import ParameterServerJob
     from outsize.runtime.parameter_server.updates import parse_updates
 
     of_servers = settings.servers
+    cluster = None if environment is None else environment.cluster
+    num_servers = 1 if cluster is None else cluster.count("ps")
     return ParameterServerJob(
         model=request.model,
         sequence=request.sequence,
@@ -88,7 +118,7 @@ def _server_job(
         run_directory=str(directory),
         num_steps=settings.num_steps,
         updates=parse_updates(of_servers.updates or "synchronous"),
-        num_servers=1 if of_servers.num_servers is None else of_servers.num_servers,
+        num_servers=num_servers if of_servers.num_servers is None else of_servers.num_servers,
         partitioner=of_servers.partitioner,
         row_wise=request.row_wise,
         data=settings.data,
@@ -99,4 +129,5 @@ def _server_job(
         checkpoint=str(find_checkpoint(directory / "checkpoints")) if settings.resume else None,
         with_evaluator=of_servers.with_evaluator,
         show_progress=settings.show_progress,
+        is_on_one_machine=cluster is None,
     )

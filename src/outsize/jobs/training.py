@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +14,20 @@ from outsize.jobs.joint_training import train_jointly
 from outsize.jobs.machine_commands import machine_commands
 from outsize.jobs.planning import PlanRequest, find_cluster, find_plan
 from outsize.jobs.run_directory import choose_run_directory
-from outsize.jobs.server_training import ServerSettings, check_strategy, run_with_servers
+from outsize.jobs.server_roles import train_in_role
+from outsize.jobs.server_training import (
+    ServerSettings,
+    check_strategy,
+    names_servers,
+    run_with_servers,
+    server_job,
+)
 from outsize.plan.files import save_plan
 from outsize.plan.plan import Plan
 from outsize.plan.plan_values import with_denominator
 from outsize.report.tables import memory_table, plan_summary
 from outsize.report.training_table import RunFigures, training_table
+from outsize.runtime.environment.launch_environment import LaunchEnvironment
 from outsize.runtime.environment.outsize_variables import LaunchFlags
 from outsize.runtime.environment.read_environment import read_environment
 
@@ -78,20 +86,14 @@ def train_model(
         if settings.denominator is not None:
             plan = with_denominator(plan, settings.denominator)
         console.print(plan_summary(plan))
-        check_strategy(plan, request, settings.servers, environment)
+        num_machines = cluster.machine_of(plan.mesh.world_size - 1) + 1
+        check_strategy(plan, request, settings.servers, environment, num_machines)
         return plan
 
     reports: Sequence[RunFigures]
-
     if environment.source != "single_machine":
-        plan, directory, reports = train_jointly(
-            environment,
-            make_plan,
-            lambda plan, directory: training_job(plan, request, settings, directory),
-            name=name,
-            resume=settings.resume,
-        )
-        if not environment.is_first:
+        plan, directory, reports = _take_part(environment, request, settings, make_plan, name)
+        if not environment.is_first or not reports:
             return reports
     else:
         directory = choose_run_directory(name, resume=settings.resume)
@@ -105,6 +107,31 @@ def train_model(
     console.print(memory_table(plan, reports[0].peak_memory_by_rank))
     console.print(f"plan, metrics and checkpoint are in {directory}/")
     return reports
+
+
+def _take_part(
+    environment: LaunchEnvironment,
+    request: PlanRequest,
+    settings: RunSettings,
+    make_plan: Callable[[], Plan],
+    name: str | None,
+) -> tuple[Plan, Path, Sequence[RunFigures]]:
+    """Train as the part of a job that a launcher says this process is."""
+    if environment.cluster is not None and names_servers(request):
+        return train_in_role(
+            environment,
+            make_plan,
+            lambda plan, directory: server_job(plan, request, settings, directory, environment),
+            name=name,
+            resume=settings.resume,
+        )
+    return train_jointly(
+        environment,
+        make_plan,
+        lambda plan, directory: training_job(plan, request, settings, directory),
+        name=name,
+        resume=settings.resume,
+    )
 
 
 def _print_commands(console: Console, commands: Sequence[str]) -> None:

@@ -52,18 +52,19 @@ class Coordinator:
         *,
         address: str = "127.0.0.1",
         port: int = 0,
+        own_address: str | None = None,
         step_timeout_s: float = 3600.0,
         worker_timeout_s: float = 3600.0,
         max_queued: int = 262_144,
     ) -> None:
-        """Start the store and accept workers.
+        """Start the store and accept workers; ``own_address`` where ``address`` is only a name of this one.
 
         ``step_timeout_s`` bounds one step on one worker; ``worker_timeout_s`` how long the job waits without
         any worker.
         """
         self._settings = settings
         self._step_timeout_s, self._worker_timeout_s = step_timeout_s, worker_timeout_s
-        self._store, self.membership = host_store(job, address, port)
+        self._store, self.membership = host_store(job, address, port, own_address)
         self._queue = StepQueue(max_queued)
         self._next_push_id = 0
         self._epoch = 0  # a worker connects to the servers anew when it changes

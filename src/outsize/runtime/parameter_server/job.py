@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from outsize.errors import PlanError
+from outsize.plan.files import plan_from_json, plan_to_json
 from outsize.plan.plan import Mesh, Plan
 from outsize.runtime.parameter_server.updates import Updates
 from outsize.runtime.runnable import check_runnable
@@ -33,6 +35,7 @@ class ParameterServerJob:
     checkpoint: str | None = None  # to go on from
     with_evaluator: bool = False
     show_progress: bool = True
+    is_on_one_machine: bool = True  # with all its processes
 
     @property
     def num_workers(self) -> int:
@@ -52,6 +55,18 @@ class ParameterServerJob:
         schedule = replace(self.plan.schedule, num_microbatches=min(wanted, most))
         mesh = Mesh(dp=self.num_parts)
         return replace(self.plan, mesh=mesh, schedule=schedule, state_sharding="none")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data from which ``from_json`` rebuilds the job."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        updates = [self.updates.mode, self.updates.amount]
+        return values | {"plan": plan_to_json(self.plan), "updates": updates}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ParameterServerJob:
+        """Rebuild what ``to_json`` wrote."""
+        rebuilt = {"plan": plan_from_json(data["plan"]), "updates": Updates(*data["updates"])}
+        return cls(**(data | rebuilt))
 
     def check(self) -> None:
         """Refuse numbers and plans that cannot be trained so, before any process starts.

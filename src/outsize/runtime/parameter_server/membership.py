@@ -53,17 +53,20 @@ class Membership:
         return store
 
 
-def host_store(job: str, address: str = "127.0.0.1", port: int = 0) -> tuple[TCPStore, Membership]:
+def host_store(
+    job: str, address: str = "127.0.0.1", port: int = 0, own_address: str | None = None
+) -> tuple[TCPStore, Membership]:
     """Start the store of a job on this address only; it lives as long as the returned object.
 
-    Port 0 takes a free one.
+    Port 0 takes a free one. With ``own_address``, ``address`` may be a name that others know this machine by
+    and that is no address of its own: then the store listens on all addresses.
 
     Raises:
         LaunchError: the address cannot be used.
     """
-    store = open_store(address, port)
+    store = open_store(address, port, or_everywhere=own_address is not None)
     store.set(_JOB_KEY, job)
-    return store, Membership(address, store.port, job, address)
+    return store, Membership(address, store.port, job, own_address or address)
 
 
 def wait_for(store: TCPStore, key: str, timeout_s: float) -> str:

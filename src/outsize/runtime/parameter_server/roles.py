@@ -36,7 +36,7 @@ Role = Callable[[ParameterServerJob, Membership, int], None]
 
 
 def _serve(job: ParameterServerJob, membership: Membership, index: int) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.num_servers))
+    _share_cores(job.num_servers if job.is_on_one_machine else 1)
     Server(membership, index).run()
 
 
@@ -53,11 +53,15 @@ def _device_of_worker(job: ParameterServerJob, index: int) -> torch.device:
         apply_steady_allocation()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or is_emulated:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.num_workers))
+        _share_cores(job.num_workers if job.is_on_one_machine else 1)
         return torch.device("cpu")
     device = torch.device(accelerator.type, index % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device)
     return device
+
+
+def _share_cores(num_processes: int) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_processes))
 
 
 def _evaluate(job: ParameterServerJob, _membership: Membership, _index: int) -> None:
