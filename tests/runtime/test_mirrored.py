@@ -1,6 +1,18 @@
 """Replicas of a whole model: what their losses are divided by, how they begin, and who writes.
 
 Numbers of the reference case: weight 0, x = 1, y = 1, 2 | 6, squared errors of a batch of 4 of which 3 came.
+
+Tests of the strategies' semantics by number, and where they are:
+
+1-5     denominators, penalties, empty shards          here
+8       batch norm of replicas                         here, test_batch_norm
+10, 13  checkpoints over replica counts, first values  here, test_checkpoint, test_products
+11, 12  TF_CONFIG, chief and ids                       environment: test_tf_config, test_cluster_roles
+14, 15  samples in order, who writes                   here
+16      a killed process, and going on                 test_launch, test_worker
+34-37   operators, pipelines, dropout                  test_tensor_parallel, test_pipeline_exactness,
+                                                       test_random_streams
+38, 39  shards equal replicas, predicted memory        test_state_sharding, test_state_sharding_memory
 """
 
 from __future__ import annotations
@@ -39,6 +51,17 @@ class Regression(nn.Module):
         return {"loss": errors + self.penalised.square().sum()}
 
 
+class Normed(nn.Module):
+    """Batch norm of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1, momentum=0.5).double()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.norm(x).square().mean()}
+
+
 def samples(*targets: float) -> dict[str, torch.Tensor]:
     y = torch.tensor(targets, dtype=torch.float64)
     return {"x": torch.ones_like(y), "y": y}
@@ -68,6 +91,15 @@ def targets_of_replica(*targets: float) -> list[float]:
     return [target for each in microbatches for target in each.inputs.entries["y"].tolist()]
 
 
+def running_statistics(batch_norm: str) -> list[float]:
+    """Return running mean and variance after one step on 0 and 2 here, and 10 and 14 there."""
+    x = torch.tensor([[0.0], [2.0], [10.0], [14.0]], dtype=torch.float64)
+    plan = replace(make_plan("samples"), batch_norm=batch_norm)
+    model = parallelize(Normed, plan, sample_batch={"x": x})
+    model.train_step({"x": x})
+    return [model._module.norm.running_mean.item(), model._module.norm.running_var.item()]
+
+
 def on_two(rank: int, folder: Path) -> dict[str, Any]:
     """Do everything in one launch."""
     torch.manual_seed(rank)  # processes that draw other numbers
@@ -79,6 +111,7 @@ def on_two(rank: int, folder: Path) -> dict[str, Any]:
         "first": first,
         "loss after": model.evaluate(make_batch(4, seed=1)),
         "of batches": [targets_of_replica(0, 1, 2, 3), targets_of_replica(4, 5, 6)],
+        **{each: running_statistics(each) for each in ("per_replica", "synchronised")},
         **{(each, 3): step_of(each, 1, 2, 6) for each in ("samples", "replicas")},
         **{(each, 1): step_of(each, 3) for each in ("samples", "replicas")},
     }
@@ -118,6 +151,13 @@ def test_a_replica_without_samples_adds_nothing(runs: list[dict[Any, Any]]) -> N
         assert run["replicas", 1] == pytest.approx(
             {"evaluated": 11, "loss": 5.5, "after": 1.5, "weight": -3.0, "penalised": 2.0}
         )
+
+
+def test_batch_norm_sees_a_replica_or_all(runs: list[dict[Any, Any]]) -> None:
+    """Test 8: each replica's own statistics, or the same on both, with torch's unbiased variance."""
+    assert [run["per_replica"] for run in runs] == [[0.5, 1.5], [6.0, 4.5]]
+    for run in runs:
+        assert run["synchronised"] == pytest.approx([3.25, 0.5 + 0.5 * 131 / 3], rel=1e-12)
 
 
 def test_replicas_begin_with_the_same_values(runs: list[dict[Any, Any]]) -> None:
