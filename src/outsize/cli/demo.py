@@ -11,7 +11,7 @@ __all__ = ["demo"]
 
 def demo(
     name: Annotated[str, typer.Option(help="the run writes to runs/<name>")] = "default",
-    steps: Annotated[int, typer.Option(help="training steps")] = 50,
+    steps: Annotated[int, typer.Option(help="training steps", min=1)] = 50,
 ) -> None:
     """Split a language model that does not fit one emulated device, in every way, and train it."""
     from outsize.jobs.demo import run_demo

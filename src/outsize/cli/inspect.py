@@ -19,7 +19,7 @@ __all__ = ["inspect"]
 
 def inspect(
     model: Annotated[str, typer.Argument(help="file.py:function, package.module:function or hf:<dir>")],
-    sequence: Annotated[int | None, typer.Option(help="tokens in a sample")] = None,
+    sequence: Annotated[int | None, typer.Option(help="tokens in a sample", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Record a model without memory; show its blocks, their costs, the legal cuts and warnings."""

@@ -31,7 +31,9 @@ def find_profile(argument: str, *, sequence: int | None = None) -> tuple[ModelPr
     if ":" not in argument:
         raise ModelError(
             f"{argument!r} is neither a preset nor a model argument.",
-            attempt="file.py:function, package.module:function, hf:<directory>, a config.json, or a preset: "
+            attempt=f"{argument}:function, for one that builds the model."
+            if argument.endswith(".py")
+            else "file.py:function, package.module:function, hf:<directory>, a config.json, or a preset: "
             + ", ".join(preset_names()),
         )
     from outsize.model.argument import load_model

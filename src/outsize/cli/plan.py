@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["parse_mesh", "plan"]
 
 
+_MAX_SEQUENCE = 10_000_000  # tokens; more is a slip, and overflows bytes
+
 _Model = Annotated[str, typer.Argument(help="preset, file.py:function, package.module:function or hf:<dir>")]
+_Sequence = Annotated[int | None, typer.Option(help="tokens in a sample", min=1, max=_MAX_SEQUENCE)]
 _Schedule = Annotated[
     str | None,
     typer.Option(help="run pipelines by this schedule; synthesised: one sought for the stages' times"),
@@ -41,7 +44,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
     model: _Model,
     cluster: Annotated[str, typer.Option(help="4xcpu:1GiB, 2x24GiB, 8x8xH100 or a TOML file")],
     global_batch: Annotated[int, typer.Option(help="samples in one step over all devices")],
-    sequence: Annotated[int | None, typer.Option(help="tokens in a sample")] = None,
+    sequence: _Sequence = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp8")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd")] = "adamw",
     strategy: Annotated[str | None, typer.Option(help="plan this strategy instead of the fastest")] = None,
@@ -58,11 +61,12 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options
     """Say for each strategy whether the model fits, why, and how fast; plan the best one."""
     from outsize.cli.model_profile import find_profile
     from outsize.cluster.argument import parse_cluster
-    from outsize.plan.files import save_plan
+    from outsize.plan.files import check_writable, save_plan
     from outsize.plan.plan import OptimizerSpec
     from outsize.planner.search import NothingFitsError, plan_job
 
     title = f"{model} on {cluster}, global batch {global_batch}"
+    check_writable(save, html)
     parsed_cluster = parse_cluster(cluster)
     wished_mesh = parse_mesh(mesh) if mesh else None
     profile, space = find_profile(model, sequence=sequence)
@@ -180,16 +184,20 @@ def parse_mesh(text: str) -> Mesh:
     """Return the mesh of a text such as ``pp=2,tp=4``.
 
     Raises:
-        PlanError: an axis is unknown or a degree is not a positive number.
+        PlanError: an axis is unknown or given twice, or a degree is not a positive number.
     """
     from outsize.plan.plan import AXES, Mesh
 
     degrees: dict[str, int] = {}
     for part in text.replace(" ", ",").split(","):
         axis, _, degree = part.partition("=")
-        if axis not in AXES or not degree.isdigit() or int(degree) < 1:
+        is_number = degree.isascii() and degree.isdigit() and int(degree) > 0
+        if axis not in AXES or not is_number or axis in degrees:
+            why = f"{axis} is given twice" if axis in degrees else ""
             raise PlanError(
-                f"{part!r} is no degree of a mesh axis.", attempt="pp=2,tp=4; axes: " + ", ".join(AXES)
+                f"{part!r} is no degree of a mesh axis.",
+                why=why,
+                attempt="pp=2,tp=4; axes: " + ", ".join(AXES),
             )
         degrees[axis] = int(degree)
     return Mesh(**degrees)

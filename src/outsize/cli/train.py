@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
+_MAX_SEED = 2**63 - 1
+
 _Denominator = Annotated[
     str | None,
     typer.Option(help="of losses: samples (exact) or replicas (the mean of each replica's own mean)"),
@@ -45,22 +47,22 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options
     plan: Annotated[Path | None, typer.Option(help="a plan file; without one, --cluster is needed")] = None,
     cluster: Annotated[str | None, typer.Option(help="4xcpu:1GiB, 2x24GiB, 8x8xH100, or a TOML file")] = None,
     global_batch: Annotated[int, typer.Option(help="samples in one step over all devices")] = 16,
-    sequence: Annotated[int | None, typer.Option(help="tokens in a sample")] = None,
+    sequence: Annotated[int | None, typer.Option(help="tokens in a sample", min=1)] = None,
     strategy: Annotated[str | None, typer.Option(help="plan this strategy instead of the fastest")] = None,
     mesh: Annotated[str | None, typer.Option(help="plan this mesh, such as pp=2,tp=2")] = None,
     microbatches: Annotated[int | None, typer.Option(help="micro-batches in one step of a replica")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd")] = "adamw",
     learning_rate: Annotated[float, typer.Option(help="of the optimizer")] = 1e-3,
     max_gradient_norm: Annotated[float | None, typer.Option(help="clip gradients to this norm")] = None,
-    seed: Annotated[int, typer.Option(help="of the initial values")] = 0,
-    steps: Annotated[int, typer.Option(help="training steps")] = 100,
+    seed: Annotated[int, typer.Option(help="of the initial values", min=0, max=_MAX_SEED)] = 0,
+    steps: Annotated[int, typer.Option(help="training steps", min=1)] = 100,
     data: Annotated[str | None, typer.Option(help="file.py:function of batches")] = None,
-    evaluate_every: Annotated[int, typer.Option(help="steps between evaluations; 0: only at the end")] = 0,
-    validation_batches: Annotated[int, typer.Option(help="batches an evaluation takes; 0: none")] = 0,
+    evaluate_every: Annotated[int, typer.Option(help="steps between evaluations; 0: one", min=0)] = 0,
+    validation_batches: Annotated[int, typer.Option(help="batches of an evaluation; 0: none", min=0)] = 0,
     synchronise_batch_norm: _SynchroniseBatchNorm = False,
     denominator: _Denominator = None,
-    num_machines: Annotated[int | None, typer.Option(help="machines that run this command")] = None,
-    machine_rank: Annotated[int | None, typer.Option(help="which of them this is, from 0")] = None,
+    num_machines: Annotated[int | None, typer.Option(help="machines that run this command", min=1)] = None,
+    machine_rank: Annotated[int | None, typer.Option(help="which of them this is, from 0", min=0)] = None,
     master: Annotated[str | None, typer.Option(help="host:port of machine 0")] = None,
     servers: _Servers = None,
     updates: _Updates = None,

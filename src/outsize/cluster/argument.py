@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import replace
@@ -29,6 +30,7 @@ _EMULATED_RESERVE_BYTES = 10 * MIB
 _EMULATED_RESERVE_SHARE = 0.25
 # A device known by its memory alone is taken to be a consumer card of that size on PCIe.
 _STAND_IN = "RTX3090"
+_MAX_DEVICES = 1_000_000  # a slip of the keyboard must not fill the memory
 
 
 def parse_cluster(argument: str, *, num_cores: int | None = None) -> Cluster:
@@ -59,6 +61,10 @@ def _split(text: str) -> tuple[list[int], str]:
     while parts and re.fullmatch(r"[+-]?\d+", parts[0]):
         counts.append(int(parts.pop(0)))
     kind = "x".join(parts)
+    if math.prod(counts) > _MAX_DEVICES:
+        raise ClusterError(
+            f"The cluster {text!r} has more than {_MAX_DEVICES:,} devices.", attempt="fewer: " + _FORMS
+        )
     if any(count < 0 for count in counts):
         raise ClusterError(f"The cluster {text!r} has a negative number of devices.", attempt=_FORMS)
     if not kind or len(counts) > 2:
@@ -97,6 +103,10 @@ def _emulated(argument: str, counts: list[int], memory: str, num_cores: int) -> 
 
 def _from_catalog(argument: str, counts: list[int], name: str, memory: str) -> Cluster:
     is_amount = re.fullmatch(r"\d+(\.\d+)?\s*[A-Za-z]+", name) is not None and name[-1] in "bB"
+    if not is_amount and name[:1].isdigit():
+        raise ClusterError(
+            f"{name!r} is neither a kind of device nor an amount of memory such as 24GiB.", attempt=_FORMS
+        )
     entry = find_device(_STAND_IN if is_amount else name)
     device = entry.device
     if is_amount:

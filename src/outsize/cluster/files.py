@@ -27,6 +27,9 @@ from outsize.units import parse_bytes
 __all__ = ["load_cluster"]
 
 
+_EXAMPLE = 'tables [[machines]] with devices = [{ count = 8, kind = "H100" }]'
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -69,11 +72,17 @@ def load_cluster(path: Path) -> Cluster:
     try:
         figures = _ClusterFigures.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise ClusterError(f"The cluster file {path} cannot be read.", why=str(error.strerror)) from None
+        raise ClusterError(
+            f"The cluster file {path} cannot be read.", why=str(error.strerror), attempt=_EXAMPLE
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ClusterError(f"The cluster file {path} is not TOML.", why=str(error)) from None
+        raise ClusterError(
+            f"The cluster file {path} is not TOML.", why=str(error), attempt=_EXAMPLE
+        ) from None
     except ValidationError as error:
-        raise ClusterError(f"The cluster file {path} is not right.", why=_first_fault(error)) from None
+        raise ClusterError(
+            f"The cluster file {path} is not right.", why=_first_fault(error), attempt=_EXAMPLE
+        ) from None
     machines = tuple(_machine(each) for each in figures.machines for _ in range(each.count))
     usual = find_device(figures.machines[0].devices[0].kind).network
     network = _link(figures.network, usual) if len(machines) > 1 else None
@@ -101,7 +110,9 @@ def _device(figures: _Devices) -> Device:
         try:
             memory_bytes = parse_bytes(figures.memory)
         except ValueError as error:
-            raise ClusterError(f"memory of {figures.kind}: {error}") from None
+            raise _wrong_memory(figures, str(error)) from None
+        if memory_bytes == 0:
+            raise _wrong_memory(figures, f"{figures.memory!r} is no memory")
     sized = with_memory(known, memory_bytes)
     rates = {name: rate * 1e12 for name, rate in (figures.tflops or {}).items()}
     return Device(
@@ -110,6 +121,14 @@ def _device(figures: _Devices) -> Device:
         flops_per_s={**sized.flops_per_s, **rates},
         memory_bandwidth_bytes_per_s=(figures.bandwidth or sized.memory_bandwidth_bytes_per_s / 1e9) * 1e9,
         reserve_bytes=sized.reserve_bytes,
+    )
+
+
+def _wrong_memory(figures: _Devices, why: str) -> ClusterError:
+    return ClusterError(
+        f"The memory of {figures.kind} in the cluster file is not right.",
+        why=why,
+        attempt='an amount above 0 with a unit, such as memory = "24GiB"',
     )
 
 

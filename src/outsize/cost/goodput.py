@@ -66,10 +66,11 @@ def estimate_goodput(
     Raises:
         OutsizeError: a time or the number of devices is not positive.
     """
-    if num_devices < 1 or device_mtbf_hours <= 0 or checkpoint_s <= 0 or restart_s < 0:
+    if num_devices < 1 or not 0 < device_mtbf_hours < math.inf or checkpoint_s <= 0 or restart_s < 0:
         raise OutsizeError(
             "Goodput needs devices, hours between failures and seconds a checkpoint above zero.",
             why=f"{num_devices} devices, {device_mtbf_hours} h, {checkpoint_s} s, restart {restart_s} s",
+            attempt="a number of hours, such as 50000",
         )
     mean = device_mtbf_hours * 3600 / num_devices
     interval = best_checkpoint_interval_s(checkpoint_s, mean)

@@ -16,8 +16,16 @@ def choose_run_directory(name: str | None, *, resume: bool = False) -> Path:
     """Return the folder of a run; it is not made yet. Without a name, the next free number is taken.
 
     Raises:
-        LaunchError: the name is no folder name, the run exists and is not to be resumed, or the reverse.
+        LaunchError: the name is no folder name, the run exists and is not to be resumed, or the reverse, or
+            what is to be resumed has no name.
     """
+    if name is None and resume:
+        names = sorted(path.name for path in _ROOT.glob("*") if path.is_dir())
+        raise LaunchError(
+            "--resume goes on with a run, and none is named.",
+            why=f"Runs in {_ROOT}/: {', '.join(names[-8:]) or 'none'}.",
+            attempt="--name with one of them.",
+        )
     if name is None:
         return _ROOT / _next_number()
     if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
@@ -32,7 +40,7 @@ def choose_run_directory(name: str | None, *, resume: bool = False) -> Path:
         raise LaunchError(
             f"The run directory {directory} exists already.",
             why="A new run would mix its metrics and checkpoints with those there.",
-            attempt=f"--resume to go on with it, another --name, or remove {directory}.",
+            attempt=f"another --name, `outsize train --resume` to go on with it, or remove {directory}.",
         )
     if resume and not has_content:
         raise LaunchError(

@@ -13,7 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from outsize.errors import ModelError
+from outsize.model.presets import is_preset
 from outsize.model.source import ModelSource
 
 __all__ = ["load_function", "load_model"]
@@ -35,11 +38,8 @@ def load_model(argument: str, *, sequence: int | None = None) -> ModelSource:
         from outsize.model.hugging_face import load_hugging_face
 
         return load_hugging_face(argument.removeprefix("hf:"), sequence=sequence)
-    location, separator, name = argument.rpartition(":")
-    if not separator or not location or not name:
-        raise ModelError(f"{argument!r} is not a model argument", attempt=_FORMS)
-    module = _load_file(Path(location)) if location.endswith(".py") else _import_module(location)
-    build = _find_function(module, location, name)
+    module, location, name = _load_module(argument, "model")
+    build = _find_factory(module, location, name)
     make_batch = getattr(module, "batch", None) if name != "batch" else None
     if not callable(make_batch):
         return ModelSource(argument, build)
@@ -52,14 +52,24 @@ def load_function(argument: str) -> Callable[..., Any]:
     Raises:
         ModelError: the argument is malformed, or what it names is missing or cannot be imported.
     """
-    location, separator, name = argument.rpartition(":")
-    if not separator or not location or not name:
-        raise ModelError(f"{argument!r} names no function", attempt="file.py:function")
+    module, location, name = _load_module(argument, "function")
+    return _find_function(module, location, name)
+
+
+def _load_module(argument: str, what: str) -> tuple[ModuleType, str, str]:
+    """Import what is before the colon; return it with both halves of the argument."""
+    location, _, name = argument.rpartition(":")
+    if not location or not name:
+        whole = argument.removesuffix(":")
+        raise ModelError(
+            f"{argument!r} is not a {what} argument",
+            why="presets have sizes alone, no forward that could be recorded"
+            if is_preset(argument)
+            else "it names no function",
+            attempt=f"{whole}:function" if whole.endswith(".py") else _FORMS,
+        )
     module = _load_file(Path(location)) if location.endswith(".py") else _import_module(location)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ModelError(f"{location} has no function {name}", attempt="file.py:function")
-    return function  # type: ignore[no-any-return]
+    return module, location, name
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -79,7 +89,7 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _import_failed(str(path), error) from error
     return module
@@ -98,24 +108,25 @@ def _import_module(name: str) -> ModuleType:
                 attempt=f"install it, run from its folder, or give {_FORMS}",
             ) from error
         raise _import_failed(name, error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _import_failed(name, error) from error
 
 
-def _import_failed(location: str, error: Exception) -> ModelError:
+def _import_failed(location: str, error: Exception | SystemExit) -> ModelError:
     if isinstance(error, SyntaxError):
-        place = f"{error.filename}:{error.lineno}"
+        place = f"at {error.filename}:{error.lineno}" if error.filename else "it is no Python"
     else:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{frame.filename}:{frame.lineno}"
+        place = f"at {frame.filename}:{frame.lineno}"
+    attempt = "import it in Python by itself and repair it there"
+    if isinstance(error, SystemExit):  # such as a training script that reads its own arguments
+        attempt = 'put what ends the program below `if __name__ == "__main__":`'
     return ModelError(
-        f"{location} cannot be imported: {type(error).__name__}: {error}",
-        why=f"at {place}",
-        attempt="import it in Python by itself and repair it there",
+        f"{location} cannot be imported: {type(error).__name__}: {error}", why=place, attempt=attempt
     )
 
 
-def _find_function(module: ModuleType, location: str, name: str) -> Callable[[], Any]:
+def _find_function(module: ModuleType, location: str, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if function is None:
         names = [
@@ -128,11 +139,16 @@ def _find_function(module: ModuleType, location: str, name: str) -> Callable[[],
             why=f"its functions are {', '.join(names)}" if names else "it defines no function",
             attempt=_FORMS,
         )
-    if not callable(function):
+    if isinstance(function, nn.Module) or not callable(function):
         raise ModelError(
             f"{location}:{name} is no function but {type(function).__name__}",
-            attempt="name a function that builds and returns the module",
+            attempt="name a function, which is called when it is needed",
         )
+    return function  # type: ignore[no-any-return]
+
+
+def _find_factory(module: ModuleType, location: str, name: str) -> Callable[[], Any]:
+    function = _find_function(module, location, name)
     required = _required_parameters(function)
     if required:
         raise ModelError(
@@ -140,7 +156,7 @@ def _find_function(module: ModuleType, location: str, name: str) -> Callable[[],
             why="a model factory is called without arguments",
             attempt="write a function that takes none and calls this one",
         )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _required_parameters(function: Callable[..., Any]) -> list[str]:

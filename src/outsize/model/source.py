@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from outsize.errors import ModelError, OutsizeError
+from outsize.errors import BatchError, ModelError, OutsizeError
 from outsize.model.batch_entries import count_samples, flatten_batch, sample_entries
 
-__all__ = ["ModelSource", "call_user_function", "resize_batch"]
+__all__ = ["ModelSource", "call_user_function", "check_has_samples", "resize_batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ class ModelSource:
         """
         if self.make_batch is not None:
             make_batch = self.make_batch
-            return call_user_function(self.name, lambda: make_batch(num_samples))
+            batch = call_user_function(self.name, lambda: make_batch(num_samples))
+            check_has_samples(batch, f"batch({num_samples}) of {self.name}")
+            return batch
         with torch.device("meta"):
             batch = self._build()[1]
         if batch is None:
@@ -90,6 +92,24 @@ class ModelSource:
         return module, batch
 
 
+def check_has_samples(batch: Any, name: str) -> None:
+    """Refuse what a user's function returned if it is no batch, or one of no samples.
+
+    Raises:
+        ModelError: with the function's name.
+    """
+    try:
+        entries = flatten_batch(batch)[0]
+    except BatchError as error:
+        raise ModelError(f"{name} is no batch: {error.what}", why=error.why, attempt=error.attempt) from None
+    if count_samples(entries, sample_entries(entries)) == 0:
+        raise ModelError(
+            f"{name} has no samples.",
+            why=f"Its shapes are {', '.join(f'{key} {tuple(each.shape)}' for key, each in entries.items())}.",
+            attempt="tensors with one row a sample.",
+        )
+
+
 def _describe(built: Any) -> str:
     if isinstance(built, type):
         return f"the class {built.__name__}"
@@ -97,12 +117,15 @@ def _describe(built: Any) -> str:
 
 
 def call_user_function(name: str, function: Callable[[], Any]) -> Any:
-    """Call a function of the user's; what it raises becomes a ModelError with its message and line."""
+    """Call a function of the user's; what it raises becomes a ModelError with its message and line.
+
+    One that ends the program is no exception: nobody would learn why nothing happened.
+    """
     try:
         return function()
     except OutsizeError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         message = str(error).strip().splitlines()
         raise ModelError(

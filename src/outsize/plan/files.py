@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 from outsize.errors import PlanError
 from outsize.plan.plan import Plan
 
-__all__ = ["FORMAT_VERSION", "load_plan", "plan_from_json", "plan_to_json", "save_plan"]
+__all__ = ["FORMAT_VERSION", "check_writable", "load_plan", "plan_from_json", "plan_to_json", "save_plan"]
 
 FORMAT_VERSION = 1
+_WRITTEN_BY = "a file that `outsize plan --save` wrote"
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def plan_from_json(values: Any, *, source: str = "the plan") -> Plan:
     from pydantic import TypeAdapter, ValidationError  # slow to import
 
     if not isinstance(values, dict) or "format_version" not in values:
-        raise PlanError(f"{source} is not a plan.", why="it has no format_version")
+        raise PlanError(f"{source} is not a plan.", why="it has no format_version", attempt=_WRITTEN_BY)
     version = values["format_version"]
     if version != FORMAT_VERSION:
         raise PlanError(
@@ -39,20 +41,53 @@ def plan_from_json(values: Any, *, source: str = "the plan") -> Plan:
     fields = {name: value for name, value in values.items() if name != "format_version"}
     unknown = set(fields) - set(Plan.__dataclass_fields__)
     if unknown:
-        raise PlanError(f"{source} has unknown fields.", why=", ".join(sorted(unknown)))
+        raise PlanError(
+            f"{source} has unknown fields.", why=", ".join(sorted(unknown)), attempt="without them"
+        )
     try:
         return TypeAdapter(Plan).validate_python(fields)
     except ValidationError as error:
         fault = error.errors()[0]
         place = ".".join(str(part) for part in fault["loc"])
-        raise PlanError(f"{source} is not right.", why=f"{place}: {fault['msg']}") from None
+        raise PlanError(
+            f"{source} is not right.", why=f"{place}: {fault['msg']}", attempt=_WRITTEN_BY
+        ) from None
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write the plan to ``path`` (replacing a file there at once, never half-written)."""
+    """Write the plan to ``path`` (replacing a file there at once, never half-written).
+
+    Raises:
+        PlanError: the file cannot be written.
+    """
     temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(json.dumps(plan_to_json(plan), indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(plan_to_json(plan), indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _not_writable(path, str(error.strerror)) from None
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Refuse places for files, before the work that they are for: a folder, or none where it would be.
+
+    Raises:
+        PlanError: with the reason.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise _not_writable(path, "it is a folder")
+        if not path.parent.is_dir():
+            raise _not_writable(path, f"there is no folder {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise _not_writable(path, "it may not be written there")
+
+
+def _not_writable(path: Path, why: str) -> PlanError:
+    return PlanError(f"{path} cannot be written.", why=why, attempt="another place for the file")
 
 
 def load_plan(path: Path) -> Plan:
@@ -64,7 +99,9 @@ def load_plan(path: Path) -> Plan:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise PlanError(f"The plan {path} cannot be read.", why=str(error.strerror)) from None
-    except ValueError as error:
-        raise PlanError(f"The plan {path} is not JSON.", why=str(error)) from None
+        raise PlanError(
+            f"The plan {path} cannot be read.", why=str(error.strerror), attempt=_WRITTEN_BY
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"The plan {path} is not JSON.", why=str(error), attempt=_WRITTEN_BY) from None
     return plan_from_json(values, source=f"The plan {path}")

@@ -12,7 +12,13 @@ __all__ = ["check_batch", "check_mesh"]
 
 
 def check_batch(job: Job, num_microbatches: int | None) -> None:
-    """Raise PlanError unless the global batch is positive and divides into the micro-batches asked for."""
+    """Raise PlanError unless there is something to train, and the batch divides as asked for."""
+    if job.profile.num_parameters == 0:
+        raise PlanError(
+            "The model has no parameters.",
+            why="There is nothing to train, and nothing to split.",
+            attempt="a function that returns a module with parameters",
+        )
     if job.global_batch < 1:
         raise PlanError(f"A global batch of {job.global_batch} holds no sample.", attempt="at least 1")
     if num_microbatches is not None and num_microbatches < 1:
@@ -28,7 +34,8 @@ def check_mesh(job: Job, mesh: Mesh, num_microbatches: int | None) -> None:
     """Raise PlanError unless the model, the cluster and the batch allow the mesh."""
     if mesh.world_size > job.cluster.num_devices:
         raise PlanError(
-            f"The mesh needs {mesh.world_size} devices, the cluster has {job.cluster.num_devices}."
+            f"The mesh needs {mesh.world_size} devices, the cluster has {job.cluster.num_devices}.",
+            attempt="smaller degrees, or a larger cluster",
         )
     stages = max_stages(job)
     if mesh.pp > stages:

@@ -82,10 +82,17 @@ def load_runs(path: Path) -> tuple[list[PublishedRun], list[tuple[int, str]]]:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise OutsizeError(f"The runs in {path} cannot be read.", why=str(error)) from None
+        why = str(error.strerror) if isinstance(error, OSError) else str(error)
+        raise OutsizeError(
+            f"The runs in {path} cannot be read.", why=why, attempt="a CSV file, one line a run"
+        ) from None
     missing = [name for name in (*_NEEDED, "source", "gpu") if not rows or name not in rows[0]]
     if missing:
-        raise OutsizeError(f"{path} holds no runs.", why=f"no column {', '.join(missing)}")
+        raise OutsizeError(
+            f"{path} holds no runs.",
+            why=f"no column {', '.join(missing)}",
+            attempt="a CSV file with a line of these names, and one line a run",
+        )
     runs, refused = [], []
     for number, row in enumerate(rows, start=2):
         try:

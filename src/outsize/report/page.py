@@ -68,7 +68,9 @@ def write_page(path: Path, plan: Plan) -> None:
     try:
         path.write_text(render_page(plan), encoding="utf-8")
     except OSError as error:
-        raise OutsizeError(f"The page {path} cannot be written.", why=str(error.strerror)) from None
+        raise OutsizeError(
+            f"The page {path} cannot be written.", why=str(error.strerror), attempt="another place"
+        ) from None
 
 
 def render_page(plan: Plan) -> str:

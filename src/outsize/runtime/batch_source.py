@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from outsize.errors import ModelError
 from outsize.model.argument import load_function
-from outsize.model.source import ModelSource, call_user_function
+from outsize.model.source import ModelSource, call_user_function, check_has_samples
 
 __all__ = ["BatchSource"]
 
@@ -32,7 +32,7 @@ class BatchSource:
         """Return the global batch of a step.
 
         Raises:
-            ModelError: the function fails, or returns tensors without values.
+            ModelError: the function fails, or returns no samples, or tensors without values.
         """
         return self._call(step, num_samples, "train")
 
@@ -57,6 +57,7 @@ class BatchSource:
     def _call(self, step: int, num_samples: int, split: str) -> Any:
         options = {key: value for key, value in (("step", step), ("split", split)) if key in self._takes}
         batch = call_user_function(self._name, lambda: self._make(num_samples, **options))
+        check_has_samples(batch, f"What {self._name} returned")
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(batch)):
             raise ModelError(
                 f"{self._name} has no data to train on.",

@@ -100,8 +100,9 @@ def check_job(job: TrainingJob) -> None:
     """
     check_runnable(job.plan)
     batches = BatchSource(load_model(job.model, sequence=job.sequence), job.data)
+    batches.training_batch(0, job.plan.global_batch)
     if job.num_validation_batches:
-        batches.check_validates()
+        batches.validation_batch(0, job.plan.global_batch)
     if job.resume:
         read_metadata(find_checkpoint(Path(job.run_directory) / "checkpoints"))
 

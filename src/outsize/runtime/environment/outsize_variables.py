@@ -23,7 +23,18 @@ class LaunchFlags:
     master: str | None = None
 
     def read(self, processes_per_machine: int) -> LaunchEnvironment | None:
-        """Return the environment the flags describe, or None where they do not name the machines."""
+        """Return the environment the flags describe, or None where they do not name the machines.
+
+        Raises:
+            LaunchError: they name half of what is needed, or this machine lies outside.
+        """
+        if (self.num_machines is None) != (self.machine_rank is None):
+            alone = "--machine-rank" if self.num_machines is None else "--num-machines"
+            raise LaunchError(
+                f"{alone} was given alone.",
+                why="How many machines there are and which one this is belong together.",
+                attempt="--num-machines, --machine-rank and --master on every machine, or none of them",
+            )
         given = {f"OUTSIZE_{name.upper()}": value for name, value in vars(self).items() if value is not None}
         texts = {name: str(value) for name, value in given.items()}
         return _read(texts, processes_per_machine, "flags")
