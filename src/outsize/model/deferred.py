@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.factory_log import FactoryLog
@@ -111,7 +112,7 @@ def build_deferred(factory: Callable[[], nn.Module], *, seed: int = 0) -> Deferr
         raise ModelError(
             f"the model factory failed: {type(error).__name__}: {error}",
             why="it is run once without memory, with every tensor on the meta device",
-            attempt="check that the factory runs by itself and does not read values of tensors it makes",
+            attempt="check that the factory runs by itself; values it reads and writes must go through torch",
         ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(
@@ -119,7 +120,18 @@ def build_deferred(factory: Callable[[], nn.Module], *, seed: int = 0) -> Deferr
             attempt="return the module",
         )
     refuse_unrecordable(module)
+    _refuse_lazy(module)
     return DeferredModel(module, log)
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"{name} has no shape yet",
+                why="lazy modules get theirs from the first batch, and parameters are planned before it",
+                attempt="give the sizes, or call the module once in the factory",
+            )
 
 
 def apply_materialised(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from outsize.errors import ModelError
+from outsize.model.factory_reads import asking_values, refusing_to_save
 
 __all__ = ["FactoryLog", "LoggedOperation", "View"]
 
@@ -70,6 +71,7 @@ class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names: dict[int, str] = {}  # storage -> full name of the parameter or buffer it became
         self._entries: list[LoggedOperation] = []
         self._touching: dict[int, list[int]] = {}  # storage -> entries that create or write it
+        self._read: set[int] = set()  # random entries whose numbers the factory has seen: they stay these
         self._kept: list[torch.Tensor] = []  # a storage's id is unique while it lives
 
     def __torch_dispatch__(
@@ -80,22 +82,37 @@ class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(_is_meta(tensor) for tensor in tensors):
-            if func is aten._local_scalar_dense.default:
-                return self.replay(args[0], self.seed).item()
+            if _depends_on_values(func):
+                return self._computed(func, leaves, structure)
             if func is aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type != "meta":
-                return self.replay(args[0], self.seed).to(kwargs.get("dtype") or args[0].dtype)
+                return self.read(args[0]).to(kwargs.get("dtype") or args[0].dtype)
             leaves = [self._without_memory(leaf) if _is_real_array(leaf) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(leaves, structure)
-        elif not tensors and _takes_device(func):
+        elif not tensors and _takes_device(func) and not _makes_nothing(func, args):
             kwargs["device"] = torch.device("meta")
             leaves, structure = tree_flatten((args, kwargs))
-        result = args[0] if func in _FILLS_IN_PLACE and _is_meta(args[0]) else func(*args, **kwargs)
+        try:
+            result = args[0] if func in _FILLS_IN_PLACE and _is_meta(args[0]) else func(*args, **kwargs)
+        except NotImplementedError:  # no rule for shapes, as for some decompositions of matrices
+            if func._schema.is_mutable or not tensors:
+                raise
+            return self._computed(func, leaves, structure)
         if (
             func in _LIFTS and result.numel() > 0 and not _is_meta(result)
         ):  # empty: asks for the default device
             return self._without_memory(result)
         self._log(func, leaves, structure, result)
         return result
+
+    def _computed(self, func: Any, leaves: list[Any], structure: TreeSpec) -> Any:
+        """Return the numbers, or tensors whose shapes follow from values, that an operation gives."""
+        real = [
+            self.read(leaf) if isinstance(leaf, torch.Tensor) and _is_meta(leaf) else leaf for leaf in leaves
+        ]
+        args, kwargs = tree_unflatten(real, structure)
+        with torch.utils._python_dispatch._disable_current_modes():
+            result = func(*args, **kwargs)
+        return tree_map(lambda leaf: self._without_memory(leaf) if _is_real_array(leaf) else leaf, result)
 
     def _without_memory(self, real: torch.Tensor) -> torch.Tensor:
         """Return a meta tensor that stands for one with values, and log the values."""
@@ -157,13 +174,18 @@ class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.nn.init._no_grad_trunc_normal_ = truncated_normal
         torch.Tensor.is_meta = property(lambda _: False)  # type: ignore[assignment]
         try:
-            with self:
+            with self, asking_values(self.read), refusing_to_save():
                 yield
         finally:
             torch.nn.init._no_grad_trunc_normal_ = original
             del torch.Tensor.is_meta  # the property of the class below shows again
 
     # -- replay ---------------------------------------------------------------------------------
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values of a tensor to the factory, which may make others from them."""
+        self._read.update(self._needed_for(tensor))
+        return self.replay(tensor, self.seed)
 
     def replay(self, tensor: torch.Tensor, seed: int) -> torch.Tensor:
         """Return the values of a tensor the factory made, on the CPU.
@@ -235,6 +257,8 @@ class FactoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = entry.writes[0] if entry.writes else entry.creates[0][1]
         ordinal = self._touching[storage].index(index)
         name = self.names.get(storage, f"operation {index}")
+        if index in self._read:
+            seed, name = self.seed, f"operation {index}"
         digest = hashlib.sha256(f"{seed}/{name}/{ordinal}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
@@ -270,6 +294,18 @@ def _is_real_array(leaf: Any) -> bool:
 
 def _takes_device(func: Any) -> bool:
     return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _makes_nothing(func: Any, args: tuple[Any, ...]) -> bool:
+    """Tell whether a tensor without elements is made, as for the storage of a file to be put into."""
+    return func is aten.empty.memory_format and 0 in args[0]
+
+
+def _depends_on_values(func: Any) -> bool:
+    """Tell whether the result, or its shape, follows from values: a number, what is unique, ..."""
+    is_plain = not any("Tensor" in str(returned.type) for returned in func._schema.returns)
+    is_number = is_plain and bool(func._schema.returns)
+    return is_number or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _storage(tensor: torch.Tensor) -> int:
