@@ -129,6 +129,49 @@ def test_outputs_that_need_all_samples_at_once_are_refused(takes_mean: bool, wor
     torch.testing.assert_close(model.predict(batch)["extra"], whole(**batch)["extra"])
 
 
+class Counting(nn.Module):
+    """Returns how many samples there were, in one of several ways, and takes a table beside the samples."""
+
+    def __init__(self, *, counts: str) -> None:
+        super().__init__()
+        self.inner, self.counts = nn.Linear(4, 4), counts
+
+    def forward(self, points: torch.Tensor, table: torch.Tensor) -> dict[str, Any]:
+        num_samples = len(points)
+        number: Any = {
+            "not": 7,
+            "number": num_samples,
+            "constant": torch.tensor(float(num_samples)),
+            "operator": torch.full((2,), float(num_samples)) + 1,
+            "structure": [7] * num_samples,
+        }[self.counts]
+        loss = (self.inner(points) @ table).square().mean()
+        return {"loss": loss, "rows": points @ table, "number": number}
+
+
+@pytest.mark.parametrize("counts", ["number", "constant", "operator", "structure"])
+def test_numbers_that_follow_the_number_of_samples_are_refused(counts: str) -> None:
+    """They would be those of one micro-batch; with a single micro-batch they are returned."""
+    batch = {"points": torch.ones(4, 4), "table": torch.ones(4, 4)}
+    factory = partial(Counting, counts=counts)
+    plan = make_plan(Mesh(), ("",), ScheduleSpec("gpipe", 2))
+    with pytest.raises(BatchError, match=r"model[\s\S]* follows the number of samples[\s\S]*one micro-batch"):
+        parallelize(factory, plan, sample_batch=batch, shared_entries=["table"]).predict(batch)
+    plan = make_plan(Mesh(), ("",), ScheduleSpec("gpipe", 1))
+    found = parallelize(factory, plan, sample_batch=batch, shared_entries=["table"]).predict(batch)
+    torch.testing.assert_close(found["number"], factory()(**batch)["number"])
+
+
+@pytest.mark.parametrize("num_samples", [4, 3])
+def test_what_samples_share_in_training_they_share_in_predictions(num_samples: int) -> None:
+    """A table with as many rows as there are samples is not cut."""
+    batch = {"points": torch.ones(4, 4), "table": torch.eye(4) + 1}
+    plan = make_plan(Mesh(), ("",), ScheduleSpec("gpipe", 2))
+    model = parallelize(partial(Counting, counts="not"), plan, sample_batch=batch, shared_entries=["table"])
+    found = model.predict({**batch, "points": batch["points"][:num_samples]})
+    torch.testing.assert_close(found["rows"], batch["points"][:num_samples] @ batch["table"])
+
+
 def test_too_many_samples_are_refused() -> None:
     """The plan's memory is for its global batch, for inference as for training."""
     model = parallelize(tied_model, PLANS[1][0], sample_batch=token_batch(12, seed=0))

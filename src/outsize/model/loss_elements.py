@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from outsize.errors import RecordingError
 from outsize.model.program import LossTerm, NodeKind, Program, Ref
 
-__all__ = ["count_loss_elements", "evaluate_from_batch", "loss_scales"]
+__all__ = ["count_loss_elements", "evaluate_from_batch", "loss_scales", "needed_nodes"]
 
 
 def count_loss_elements(program: Program, entries: Mapping[str, torch.Tensor]) -> list[int | float]:
@@ -82,7 +82,7 @@ def evaluate_from_batch(
         RecordingError: the value depends on a parameter.
     """
     values: dict[int, Any] = dict(known or {})
-    needed = _needed_nodes(program, value, len(program.nodes) if before is None else before, values)
+    needed = needed_nodes(program, value, len(program.nodes) if before is None else before, values)
     writes = any(program.nodes[index].mutates for index in needed)
     for index in needed:
         node = program.nodes[index]
@@ -107,7 +107,7 @@ def evaluate_from_batch(
     return found
 
 
-def _needed_nodes(program: Program, value: int, before: int, known: Mapping[int, object]) -> list[int]:
+def needed_nodes(program: Program, value: int, before: int, known: Mapping[int, object]) -> list[int]:
     """Return the nodes that make a value, and those that write into the memory of what they make."""
     producers = program.producers
     writers: dict[int, list[int]] = {}

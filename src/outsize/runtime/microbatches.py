@@ -104,7 +104,7 @@ class BatchSplitter:
     def __init__(
         self, form: BatchForm, plan: Plan, executions: Executions, replica: int, device: torch.device
     ) -> None:
-        self._form, self._plan, self._executions = form, plan, executions
+        self.form, self._plan, self._executions = form, plan, executions
         self._replica, self._device = replica, device
 
     def split(self, batch: Any, *, denominator: str = "samples") -> SplitBatch:
@@ -153,7 +153,7 @@ class BatchSplitter:
     ) -> Microbatch:
         scales = denominators.scales(placement.recording, counts)
         entries = {name: value.to(self._device) for name, value in part.entries.items()}
-        num_samples = 0 if part.is_empty else count_samples(entries, self._form.with_samples)
+        num_samples = 0 if part.is_empty else count_samples(entries, self.form.with_samples)
         inputs = MicrobatchInputs(entries, tuple(scales), has_effect=not part.is_empty)
         return Microbatch(inputs, placement, num_samples)
 
@@ -180,14 +180,14 @@ class BatchSplitter:
         for index in range(num_parts):
             rows = smaller + (index < num_larger)
             chosen = slice(start, start + rows) if rows else slice(0, 1)
-            cut = {n: v[chosen] if n in self._form.with_samples else v for n, v in entries.items()}
+            cut = {n: v[chosen] if n in self.form.with_samples else v for n, v in entries.items()}
             parts.append(_Part(cut, is_empty=rows == 0))
             start += rows
         return parts
 
     def _check(self, entries: Mapping[str, torch.Tensor]) -> int:
         """Return the number of samples of a batch that has the right form."""
-        for name, dtype in self._form.dtypes.items():
+        for name, dtype in self.form.dtypes.items():
             if name not in entries:
                 raise BatchError(
                     f"The batch has no entry {name!r}.",
@@ -195,13 +195,13 @@ class BatchSplitter:
                     attempt="batches like the sample batch.",
                 )
             self._check_entry(name, entries[name], dtype)
-        unknown = sorted(set(entries) - set(self._form.dtypes))
+        unknown = sorted(set(entries) - set(self.form.dtypes))
         if unknown:
             raise BatchError(f"The batch has an entry {unknown[0]!r} that the sample batch has not.")
-        rows = {name: entries[name].shape[0] for name in sorted(self._form.with_samples)}
+        rows = {name: entries[name].shape[0] for name in sorted(self.form.with_samples)}
         if len(set(rows.values())) > 1:
             raise BatchError("The batch's entries differ in their number of samples.", why=f"{rows}.")
-        num_rows = count_samples(entries, self._form.with_samples)
+        num_rows = count_samples(entries, self.form.with_samples)
         if not 0 < num_rows <= self._plan.global_batch:
             raise BatchError(
                 f"The batch has {num_rows} samples.",
@@ -229,10 +229,10 @@ class BatchSplitter:
                 why=f"The sample batch has {dtype}.",
                 attempt=f"batch[{name!r}].to({dtype}).",
             )
-        if value.dim() != self._form.num_dims[name]:
+        if value.dim() != self.form.num_dims[name]:
             raise BatchError(
                 f"Batch entry {name!r} has shape {tuple(value.shape)}.",
-                why=f"In the sample batch it has {self._form.num_dims[name]} dims.",
+                why=f"In the sample batch it has {self.form.num_dims[name]} dims.",
                 attempt="batches like the sample batch.",
             )
 

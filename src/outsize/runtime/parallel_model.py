@@ -164,7 +164,7 @@ class ParallelModel:
         with readable_out_of_memory(self.mesh.rank, self.plan.device_memory_bytes, "predicting"):
             predictor = next((each for each in self._predictors if each.is_for(layout)), None)
             if predictor is None:
-                predictor = Predictor(self.executions, self.plan, self.mesh, batch)
+                predictor = Predictor(self.executions, self.plan, self.mesh, self._splitter.form, batch)
                 self._predictors.append(predictor)
             with self._evaluation_mode():
                 return predictor.predict(batch)

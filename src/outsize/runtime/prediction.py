@@ -10,34 +10,37 @@ loss              0.31      0.28              0.33      0.12      added up: each
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_unflatten
 
-from outsize.errors import BatchError
 from outsize.model.batch_entries import BatchLayout, flatten_batch
 from outsize.model.program import Ref, TensorSpec
-from outsize.model.sample_dims import SampleDims
 from outsize.plan.plan import Plan
 from outsize.runtime.executions import Executions
 from outsize.runtime.mesh import ProcessMesh
 from outsize.runtime.microbatches import BatchForm, BatchSplitter, Microbatch
+from outsize.runtime.output_assembly import Assembly, find_assemblies
 
 __all__ = ["Predictor"]
 
-# How a tensor of the output comes from those of micro-batches: joined along a dim, added up, or any of them.
-_Assembly = int | Literal["sum", "any"]
 _MAX_DIMS = 16
 
 
 class Predictor:
-    """Predicts for batches of one layout, which may lack what only training needs, such as labels."""
+    """Predicts for batches of one layout, which may lack what only training needs, such as labels.
 
-    def __init__(self, executions: Executions, plan: Plan, mesh: ProcessMesh, sample_batch: Any) -> None:
+    Entries that hold no samples in training, of the form ``trained``, hold none here either.
+    """
+
+    def __init__(
+        self, executions: Executions, plan: Plan, mesh: ProcessMesh, trained: BatchForm, sample_batch: Any
+    ) -> None:
         entries, self._layout = flatten_batch(sample_batch)
-        self._form = BatchForm.of(entries)
+        shared = [name for name in entries if name in trained.dtypes and name not in trained.with_samples]
+        self._form = BatchForm.of(entries, shared)
         self._executions = executions.for_batches_of(self._layout, self._form.with_samples)
         self._splitter = BatchSplitter(self._form, plan, self._executions, mesh.replica, mesh.device)
         self._plan, self._mesh = plan, mesh
@@ -81,40 +84,20 @@ class Predictor:
         replicas = [rank for first in mesh.ranks_along("dp", 0) for rank in mesh.ranks_along("fsdp", first)]
         return [mesh.ranks_along("pp", first)[pipeline_rank] for first in replicas]
 
-    def _assemblies(self, microbatch: Microbatch) -> dict[int, _Assembly]:
+    def _assemblies(self, microbatch: Microbatch) -> dict[int, Assembly]:
         """Return how each tensor among the outputs is put together, by its position."""
         recording = microbatch.placement.recording
+        replicas = self._plan.mesh.dp * self._plan.mesh.fsdp
+        if replicas * self._plan.gradient_accumulation_steps * self._plan.schedule.num_microbatches == 1:
+            return {at: "any" for at, leaf in enumerate(recording.outputs) if isinstance(leaf, Ref)}
         larger = {
             name: torch.cat([value, value[:1]]) if name in self._form.with_samples else value
             for name, value in microbatch.inputs.entries.items()
         }
-        other = self._executions.placement(larger).recording
-        num_parts = (
-            self._plan.mesh.dp
-            * self._plan.mesh.fsdp
-            * self._plan.gradient_accumulation_steps
-            * self._plan.schedule.num_microbatches
-        )
-        summed = {recording.loss_value, *(term.value for term in recording.loss_terms)}
-        dims = SampleDims(recording, None)
-        found: dict[int, _Assembly] = {}
-        for position, (leaf, same) in enumerate(zip(recording.outputs, other.outputs, strict=True)):
-            if not isinstance(leaf, Ref):
-                continue
-            before, after = recording.specs[leaf.value].shape, other.specs[same.value].shape
-            grown = [dim for dim, sizes in enumerate(zip(before, after, strict=True)) if len(set(sizes)) > 1]
-            if leaf.value in summed:
-                found[position] = "sum"
-            elif len(grown) == 1:
-                found[position] = grown[0]
-            elif num_parts == 1 or not dims.reads_samples(leaf.value):
-                found[position] = "any"
-            else:
-                raise _inseparable(position, before, grown)
-        return found
+        return find_assemblies(recording, self._executions.placement(larger).recording)
 
     def _assemble(
-        self, how: _Assembly, own: list[torch.Tensor], spec: TensorSpec, sources: Sequence[int]
+        self, how: Assembly, own: list[torch.Tensor], spec: TensorSpec, sources: Sequence[int]
     ) -> torch.Tensor:
         """Return an output of the whole batch.
 
@@ -152,12 +135,3 @@ class Predictor:
         if value.numel():
             dist.broadcast(value.reshape(-1).view(torch.uint8), source)  # as bytes: any dtype travels
         return value
-
-
-def _inseparable(position: int, shape: tuple[int, ...], grown: list[int]) -> BatchError:
-    kind = f"compares samples with one another (dims {grown})" if grown else "is one value for all samples"
-    return BatchError(
-        f"Output {position} of the model, of shape {tuple(shape)}, {kind}.",
-        why="Each micro-batch makes its own, and they cannot be put together.",
-        attempt="a forward that returns one value for each sample, or a plan with one micro-batch.",
-    )
