@@ -9,6 +9,7 @@ from torch import nn
 from model.tiny_models import llama
 from outsize.errors import RecordingError
 from outsize.model.batch_entries import flatten_batch
+from outsize.model.deferred import apply_materialised, build_deferred
 from outsize.model.record import record_module
 from outsize.model.slice import slice_program
 from outsize.model.stage_module import StageModule
@@ -20,6 +21,27 @@ def test_backward_hooks_are_refused_with_the_module_named() -> None:
     module.model.layers[1].register_full_backward_hook(lambda *_: None)
     with pytest.raises(RecordingError, match=r"module model\.layers\.1 has backward hooks"):
         record_module(module, batch)
+
+
+def test_hooks_on_gradients_of_parameters_are_refused_and_attributes_kept() -> None:
+    """A hook would see the gradient of one micro-batch; what an optimizer is told of a parameter stays."""
+
+    def hooked() -> nn.Module:
+        module = nn.Linear(4, 4)
+        module.weight.register_hook(lambda gradient: gradient.tril())
+        return module
+
+    def told() -> nn.Module:
+        module = nn.Linear(4, 4)
+        module.bias.no_decay = True
+        return module
+
+    with pytest.raises(RecordingError, match="parameter weight has a hook on its gradient"):
+        build_deferred(hooked)
+    deferred = build_deferred(told)
+    apply_materialised(deferred.module, deferred.materialise(["weight", "bias"]))
+    assert deferred.module.bias.no_decay
+    assert not deferred.module.bias.is_meta
 
 
 def test_forward_hooks_act_once() -> None:

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.factory_log import FactoryLog
-from outsize.model.unrecordable import refuse_unrecordable
+from outsize.model.unrecordable import refuse_parameter_hooks, refuse_unrecordable
 
 __all__ = ["DeferredModel", "apply_materialised", "build_deferred"]
 
@@ -121,6 +121,7 @@ def build_deferred(factory: Callable[[], nn.Module], *, seed: int = 0) -> Deferr
         )
     refuse_unrecordable(module)
     _refuse_lazy(module)
+    refuse_parameter_hooks(module)
     return DeferredModel(module, log)
 
 
@@ -137,7 +138,7 @@ def _refuse_lazy(module: nn.Module) -> None:
 def apply_materialised(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Put tensors in the place of the module's parameters and buffers of those names.
 
-    Every place that holds the same parameter gets the same new one, and gradient flags are kept.
+    Every place that holds the same parameter gets the same new one, with its gradient flag and attributes.
     """
     replacements: dict[int, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -145,7 +146,7 @@ def apply_materialised(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -
         holder = module.get_submodule(owner)
         old = holder._parameters.get(leaf)
         if old is not None:
-            replacements.setdefault(id(old), nn.Parameter(tensor, requires_grad=old.requires_grad))
+            replacements.setdefault(id(old), _parameter_like(old, tensor))
         elif isinstance(holder._buffers.get(leaf), torch.Tensor):
             replacements.setdefault(id(holder._buffers[leaf]), tensor)
     for part in module.modules():
@@ -153,3 +154,9 @@ def apply_materialised(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -
             for leaf, held in list(table.items()):
                 if id(held) in replacements:
                     table[leaf] = replacements[id(held)]  # type: ignore[assignment]
+
+
+def _parameter_like(old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    new = nn.Parameter(values, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)  # such as what an optimizer is told of it
+    return new
