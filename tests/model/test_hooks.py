@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -63,23 +65,37 @@ def test_forward_hooks_act_once() -> None:
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-12, atol=1e-14)
 
 
-class HookedBetween(nn.Module):
-    """Registers a hook on a gradient between two blocks."""
+class ChangedBetween(nn.Module):
+    """Changes a tensor between two blocks by something that is no operator."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: Callable[[torch.Tensor], object]) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.second, self.change = nn.Linear(4, 4), nn.Linear(4, 4), change
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x)
-        hidden.register_hook(lambda gradient: 2 * gradient)
+        self.change(hidden)
         return self.second(hidden).square().mean()
 
 
-def test_hooks_on_gradients_between_blocks_are_refused_with_their_line() -> None:
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda h: h.register_hook(lambda gradient: 2 * gradient), "registers a hook on a tensor's gradient"),
+        (lambda h: h.detach_(), "detaches a tensor in place"),
+        (lambda h: setattr(h, "data", h.data.clamp(-1, 1)), "gives a tensor other data"),
+    ],
+    ids=["hook", "detach", "data"],
+)
+def test_changes_between_blocks_that_are_no_operators_are_refused_with_their_line(
+    change: Callable[[torch.Tensor], object], what: str
+) -> None:
     """They would be left out of the recording."""
-    with pytest.raises(RecordingError, match=r"hook on a tensor's gradient at .*test_hooks\.py:\d+"):
-        record_module(HookedBetween(), torch.randn(2, 4))
+    with pytest.raises(RecordingError, match=rf"{what} at .*test_hooks\.py:\d+"):
+        record_module(ChangedBetween(change), torch.randn(2, 4))
+    hidden = torch.ones(2)
+    hidden.data = torch.zeros(2)  # torch is as it was
+    assert hidden.tolist() == [0, 0]
 
 
 def test_scripted_modules_are_refused_with_advice() -> None:

@@ -19,7 +19,7 @@ from outsize.model.autograd_functions import autograd_functions_recorded
 from outsize.model.batch_entries import count_samples, flatten_batch, sample_entries
 from outsize.model.execution import Execution, on_shapes, on_values
 from outsize.model.gradient_flow import ArgumentGradients
-from outsize.model.hooks import blocks_with_forward_hooks, gradient_hooks_refused
+from outsize.model.hooks import blocks_with_forward_hooks, unseen_changes_refused
 from outsize.model.in_place_writes import apply_out_of_place
 from outsize.model.index_ranges import Lookup, find_index_ranges, lookups_noted
 from outsize.model.kept_attributes import kept_attributes
@@ -158,7 +158,7 @@ def _run(
     hooked = blocks_with_forward_hooks(module, leaves)  # before there are hooks that track modules
     with ExitStack() as stack:
         stack.enter_context(autograd_functions_recorded(recorder))
-        stack.enter_context(gradient_hooks_refused(recorder))
+        stack.enter_context(unseen_changes_refused(recorder))
         for name in leaves:
             known = None if name in hooked else repeated
             stack.enter_context(_leaf_calls_recorded(recorder, name, module.get_submodule(name), known))
