@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers.server_jobs import GLOBAL_BATCH, SGD, make_job, run_in_threads, train_one_process
-from outsize.errors import PlanError
+from outsize.errors import ModelError, PlanError
 from outsize.model.argument import load_model
 from outsize.plan.plan import Mesh, OptimizerSpec, Plan
 from outsize.runtime.checkpoint import find_checkpoint
@@ -139,6 +139,17 @@ def test_numbers_that_do_not_go_together_are_refused_before_the_start(
     job = make_job(tmp_path, updates, **changes)
     with pytest.raises(PlanError, match=message):
         prepare_job(job)
+
+
+def test_a_model_that_writes_buffers_is_refused(tmp_path: Path) -> None:
+    """A counter in the state dict: no server would have it."""
+    job = make_job(tmp_path, "synchronous", num_workers=1)
+    path = tmp_path / "ranker.py"
+    counting = "self.double()\n        self.register_buffer('calls', torch.zeros(()))"
+    text = path.read_text().replace("self.double()", counting)
+    path.write_text(text.replace("hidden = torch.tanh(", "self.calls += 1\n        hidden = torch.tanh(", 1))
+    with pytest.raises(ModelError, match="writes its buffer calls"):
+        run_in_threads(job)
 
 
 def test_a_plan_that_splits_the_model_is_refused(tmp_path: Path) -> None:

@@ -21,11 +21,17 @@ __all__ = ["InitialValues", "JobVariables", "find_variables"]
 
 @dataclass(frozen=True)
 class JobVariables:
-    """Trained parameters as variables; names of frozen parameters and saved buffers as constants."""
+    """Trained parameters as variables; names of frozen parameters and of saved buffers."""
 
     variables: tuple[Variable, ...]
-    constants: tuple[str, ...]
+    frozen: tuple[str, ...]
+    buffers: tuple[str, ...]
     tables: Mapping[str, nn.Embedding | nn.EmbeddingBag]  # row-wise, by the name of their weight
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """Names of all that is saved and not trained."""
+        return self.frozen + self.buffers
 
 
 def find_variables(model: PartModel, row_wise: str | None) -> JobVariables:
@@ -46,9 +52,9 @@ def find_variables(model: PartModel, row_wise: str | None) -> JobVariables:
         for name, parameter in trained.items()
     )
     saved = model.held & set(model.module.state_dict(keep_vars=True))
-    buffers = [name for name, _ in model.module.named_buffers() if name in saved]
-    constants = [name for name in parameters if name not in trained] + buffers
-    return JobVariables(variables, tuple(constants), tables)
+    buffers = tuple(name for name, _ in model.module.named_buffers() if name in saved)
+    frozen = tuple(name for name in parameters if name not in trained)
+    return JobVariables(variables, frozen, buffers, tables)
 
 
 class InitialValues:

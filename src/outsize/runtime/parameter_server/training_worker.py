@@ -25,6 +25,7 @@ from outsize.runtime.parameter_server.job import ParameterServerJob
 from outsize.runtime.parameter_server.job_variables import find_variables
 from outsize.runtime.parameter_server.part_model import PartModel
 from outsize.runtime.parameter_server.worker import Gradients, StepContext, StepFunction
+from outsize.runtime.parameter_server.written_buffers import WrittenBuffers
 from outsize.runtime.trainer import count_tokens
 from outsize.units import format_bytes
 
@@ -42,6 +43,7 @@ class TrainingWorker:
         found = find_variables(self._model, job.row_wise)
         self._tables = EmbeddingRows(found.tables)
         self._constants = found.constants
+        self._written_buffers = WrittenBuffers(self._model.module, found.buffers)
         self._memory: MemoryMeter | None = None  # from the first step on
         self._parameters: dict[str, nn.Parameter] = {}  # dense and trained, by name; empty until installed
         self._installed_for: ServerClient | None = None
@@ -79,7 +81,8 @@ class TrainingWorker:
         batch = self._batches.training_batch(step, self._job.plan.global_batch)
         self._clear_gradients(servers)
         looking_up = self._tables.pulling(servers.pull_more_rows)
-        loss = self._model.train(batch, step=step, part=part, running=looking_up)
+        with self._written_buffers.refused():
+            loss = self._model.train(batch, step=step, part=part, running=looking_up)
         norm = self._gradient_norm() * scale
         if not math.isfinite(norm):
             raise TrainingError(
