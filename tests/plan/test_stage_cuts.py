@@ -50,5 +50,5 @@ def test_a_cut_twice_is_refused() -> None:
 
 def test_a_model_of_one_block_has_no_cuts() -> None:
     """The message says so instead of naming none."""
-    with pytest.raises(PlanError, match=r"single block[\s\S]*one stage"):
+    with pytest.raises(PlanError, match=r"one block[\s\S]*one stage"):
         check_cuts(["head"], [])
