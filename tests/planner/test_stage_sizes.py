@@ -28,7 +28,7 @@ from outsize.model.slice import slice_program
 from outsize.plan.plan import Mesh
 from outsize.planner.search import plan_job
 from outsize.planner.stages import cut_stages
-from outsize.runtime.materialise import held_names
+from outsize.runtime.materialise import names_used
 from outsize.units import GIB, MIB
 
 
@@ -252,6 +252,6 @@ def test_the_predicted_parameters_of_a_stage_are_those_it_holds(
         plan = plan_job(profile, make_cluster([GIB] * 3), global_batch=12, cuts=cuts).best
         parts = slice_program(program, [find_cut(program, cut) for cut in cuts])
         for stage, part in zip(plan.stages, parts, strict=True):
-            held = {deferred.ties.get(name, name) for name in held_names(deferred, [part])} & set(sizes)
+            held = {deferred.ties.get(name, name) for name in names_used(deferred, [part])} & set(sizes)
             planned = stage.num_parameters + sum(sizes[name] for name in stage.tied)
             assert planned == sum(sizes[name] for name in held), (cuts, stage.index)

@@ -20,7 +20,8 @@ from outsize.model.slice import Slice
 from outsize.model.stage_module import StageModule
 from outsize.plan.plan import Plan
 from outsize.runtime.gathered_stage import GatheredStage
-from outsize.runtime.materialise import materialise_parts
+from outsize.runtime.held_names import HeldNames
+from outsize.runtime.materialise import materialise_names, names_used
 from outsize.runtime.mesh import ProcessMesh
 from outsize.runtime.pipeline import PipelineExecutor
 from outsize.runtime.stage_executor import OneProcessExecutor, StageExecutor, StageForMicrobatches
@@ -45,14 +46,14 @@ class Executions:
         mesh: ProcessMesh,
         state: StateSharding,
         whole: Mapping[str, nn.Parameter] | None = None,
-        first_recording: Program | None = None,
+        held: HeldNames | None = None,
     ) -> None:
         self._deferred, self._layout, self._with_samples = deferred, layout, with_samples
         self._plan, self._mesh, self._state = plan, mesh, state
         parameters = deferred.module.named_parameters(remove_duplicate=False)
         self._whole = dict(parameters) if whole is None else whole  # before shards take their place
-        self._keeps_outputs = first_recording is not None  # of split operators too; else the loss alone
-        self._first_recording = first_recording  # that the plan is for; others may have other operators
+        self._keeps_outputs = held is not None  # of split operators too; else the loss alone
+        self._held = held  # by the first recording, that the plan is for; others may have other operators
         self._placements: list[tuple[object, StagePlacement]] = []  # newest last
         self._stages: dict[StagePlacement, dict[int, StageModule]] = {}
         self._executors: dict[tuple[StagePlacement, ...], StageExecutor] = {}
@@ -61,6 +62,12 @@ class Executions:
     def layout(self) -> BatchLayout:
         """How batches are given to the model."""
         return self._layout
+
+    @property
+    def held(self) -> HeldNames:
+        """What each pipeline rank holds; known with the first recording."""
+        assert self._held is not None
+        return self._held
 
     @property
     def recorded_keys(self) -> list[object]:
@@ -92,11 +99,12 @@ class Executions:
             self._plan,
             recording,
             self._mesh.coordinates["tp"],
-            planned_for=self._first_recording,
+            planned_for=None if self._held is None else self._held.recording,
             keeps_outputs=self._keeps_outputs,
         )
-        if self._first_recording is None:
-            self._first_recording = recording
+        if self._held is None:
+            self._held = HeldNames(self._deferred, made)
+        self._held.check(made)
         self._placements.append((key, made))
         if len(self._placements) > MAX_KEPT:
             self._forget(self._placements.pop(0)[1])
@@ -115,7 +123,7 @@ class Executions:
             self._mesh,
             self._state,
             self._whole,
-            self._first_recording,
+            self._held,
         )
 
     @property
@@ -130,8 +138,8 @@ class Executions:
             self._executors[key] = self._make_executor(placements)
         return self._executors[key]
 
-    def materialise(self, parts: Sequence[Slice]) -> None:
-        """Give the module the initial values (or shards) that these slices use and it does not have yet."""
+    def materialise(self, names: Sequence[str]) -> None:
+        """Give the module the initial values (or shards) of these names that it does not have yet."""
         sharding, rank = self._plan.sharding, self._mesh.coordinates["tp"]
         of_operators = None if sharding is None else select_shard(sharding, rank)
 
@@ -140,7 +148,7 @@ class Executions:
             return self._state.select(name, local)
 
         device, seed = self._mesh.device, self._plan.seed
-        materialise_parts(self._deferred, parts, device=device, seed=seed, select=select)
+        materialise_names(self._deferred, names, device=device, seed=seed, select=select)
 
     def _make_executor(self, placements: Sequence[StagePlacement]) -> StageExecutor:
         by_microbatch = [self._stage_modules(placement) for placement in placements]
@@ -157,7 +165,7 @@ class Executions:
     def _stage_modules(self, placement: StagePlacement) -> dict[int, StageModule]:
         if placement not in self._stages:
             parts = placement.slices_of(self._mesh.coordinates["pp"])
-            self.materialise(parts)  # evaluation may use what training does not
+            self.materialise(names_used(self._deferred, parts))  # constant buffers, such as masks
             modules = {part.index: self._stage_module(placement.program, part) for part in parts}
             for index, module in modules.items():
                 module.apply_recompute(self._plan.stages[index].recompute)

@@ -9,10 +9,10 @@ import torch
 from outsize.model.deferred import DeferredModel, Select, apply_materialised
 from outsize.model.slice import Slice
 
-__all__ = ["held_names", "materialise_parts"]
+__all__ = ["materialise_names", "names_used"]
 
 
-def held_names(deferred: DeferredModel, parts: Sequence[Slice]) -> list[str]:
+def names_used(deferred: DeferredModel, parts: Sequence[Slice]) -> list[str]:
     """Return the full names of all parameters and buffers that the slices use, in order."""
     names: dict[str, None] = {}
     for part in parts:
@@ -24,18 +24,18 @@ def held_names(deferred: DeferredModel, parts: Sequence[Slice]) -> list[str]:
     return list(names)
 
 
-def materialise_parts(
+def materialise_names(
     deferred: DeferredModel,
-    parts: Sequence[Slice],
+    names: Sequence[str],
     *,
     device: torch.device,
     seed: int,
     select: Select | None = None,
 ) -> None:
-    """Compute the values that ``parts`` use and ``deferred.module`` has not yet; the rest stays meta.
+    """Compute what ``deferred.module`` does not have yet of parameters and buffers; the rest stays meta.
 
     ``select(name, whole)`` keeps a shard; at most one whole tensor exists at a time.
     """
-    missing = [name for name in held_names(deferred, parts) if deferred.is_missing(name)]
+    missing = [name for name in names if deferred.is_missing(name)]
     tensors = deferred.materialise(missing, device=device, seed=seed, select=select)
     apply_materialised(deferred.module, tensors)

@@ -22,7 +22,7 @@ from outsize.runtime.batch_norm import apply_synchronised_batch_norm
 from outsize.runtime.collectives import set_axis_group
 from outsize.runtime.device_argument import find_device
 from outsize.runtime.executions import Executions
-from outsize.runtime.materialise import held_names
+from outsize.runtime.held_names import HeldNames
 from outsize.runtime.measured_memory import start_measuring
 from outsize.runtime.memory_limit import apply_memory_limit, readable_out_of_memory
 from outsize.runtime.mesh import ProcessMesh, make_process_mesh
@@ -31,7 +31,6 @@ from outsize.runtime.model_state import persistent_buffers
 from outsize.runtime.optimizer import build_optimizer
 from outsize.runtime.parallel_model import HeldState, ParallelModel
 from outsize.runtime.runnable import check_runnable, check_trainable
-from outsize.runtime.stage_placement import StagePlacement
 from outsize.runtime.state_sharding import StateSharding
 from outsize.runtime.tensor_parallel import parameter_placements
 from outsize.runtime.tied_parameters import TiedParameters
@@ -84,9 +83,9 @@ def parallelize(
     if enforce_memory_limit and plan.device_memory_bytes is not None:
         apply_memory_limit(plan.device_memory_bytes)
     with readable_out_of_memory(mesh.rank, plan.device_memory_bytes, "building its part of the model"):
-        executions.materialise(placement.slices_of(mesh.coordinates["pp"]))
+        executions.materialise(executions.held.by_rank[mesh.coordinates["pp"]])
 
-    held = _held_state(deferred, placement, plan, mesh, state)
+    held = _held_state(deferred, executions.held, plan, mesh, state)
     return ParallelModel(
         plan=plan,
         mesh=mesh,
@@ -127,19 +126,16 @@ def _arrange_batch_norm(module: nn.Module, plan: Plan, mesh: ProcessMesh) -> Non
 
 
 def _held_state(
-    deferred: DeferredModel, placement: StagePlacement, plan: Plan, mesh: ProcessMesh, state: StateSharding
+    deferred: DeferredModel, held: HeldNames, plan: Plan, mesh: ProcessMesh, state: StateSharding
 ) -> HeldState:
     parameters = dict(deferred.module.named_parameters(remove_duplicate=False))
-    names_by_rank = [held_names(deferred, placement.slices_of(rank)) for rank in range(plan.mesh.pp)]
-    parameters_by_rank = [
-        [deferred.ties.get(name, name) for name in names if name in parameters] for names in names_by_rank
-    ]
+    parameters_by_rank = [[name for name in names if name in parameters] for names in held.by_rank]
     here = mesh.coordinates["pp"]
     in_modules = {name: parameters[name] for name in parameters_by_rank[here]}
     return HeldState(
         parameters={name: state.trained(name, parameter) for name, parameter in in_modules.items()},
         in_modules=in_modules,
-        buffers=persistent_buffers(deferred.module, set(names_by_rank[here])),
+        buffers=persistent_buffers(deferred.module, set(held.by_rank[here])),
         placements=parameter_placements(plan.sharding) if plan.sharding is not None else {},
         tied=TiedParameters(mesh, parameters_by_rank),
         sharding=state,
