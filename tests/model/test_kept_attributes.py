@@ -1,5 +1,8 @@
 """Recording leaves a module's objects as they were, and says which state it cannot follow."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -76,11 +79,40 @@ def test_nothing_is_left_behind() -> None:
     assert not any(isinstance(value, FakeTensor) for value in leaves)
 
 
-def test_what_a_library_notes_once_stays() -> None:
-    """A flag is not put back: what it stands for, such as a registered hook, is still there."""
-    module = build(Outer)
-    record_module(module, (X,))
-    assert module.block.is_ready is True
+class Noting(Outer):
+    """Notes what it has set up, in every kind of place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ready, self.mode, self.mask = False, "new", None
+        self.cache: dict[int, torch.Tensor] = {}
+        self.history: list[Any] = []
+        self.nested = {"sizes": {1}}
+        self.helper = SimpleNamespace(last=None)
+
+    def outside(self) -> None:
+        if not self.is_ready:
+            self.block.register_forward_hook(lambda *_: None)
+        self.is_ready, self.mode = True, "used"
+        self.mask = self.cache[4] = self.helper.last = torch.ones(4)
+        self.history.append(self.mask)
+        self.nested["sizes"].add(2)
+        self.__dict__["unheard"] = self.mask
+
+
+def test_flags_containers_objects_and_hooks_are_put_back() -> None:
+    """The module is as it was, so that what it does in its first forward, it does in the first real one."""
+    module = build(Noting)
+    program = record_module(module, (X,))
+    assert (module.is_ready, module.mode, module.mask) == (False, "new", None)
+    assert module.block.is_ready is False
+    assert (module.cache, module.history, module.nested) == ({}, [], {"sizes": {1}})
+    assert module.helper.last is None
+    assert not module.block._forward_hooks
+    assert not hasattr(module, "unheard")
+    assert program.warnings == [
+        f"the forward changes {name}, which the recording takes for constant" for name in ("is_ready", "mode")
+    ]
 
 
 def test_a_number_that_the_forward_changes_is_a_warning() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from outsize.errors import RecordingError
+from outsize.model.block_signature import PLAIN
+from outsize.model.python_state import PythonState
 
 __all__ = ["Changes", "kept_attributes"]
 
@@ -21,12 +21,13 @@ __all__ = ["Changes", "kept_attributes"]
 class Changes:
     """Full names of what a forward put in another's place on a module, and of the buffers that it wrote."""
 
-    numbers: list[str] = field(default_factory=list)
+    numbers: list[str] = field(default_factory=list)  # flags and texts too
     buffers: list[str] = field(default_factory=list)
     written_buffers: list[str] = field(default_factory=list)  # in place, or replaced
+    has_new_hooks: bool = False  # the forward registered some on modules
 
     def check(self, blocks: Sequence[str]) -> list[str]:
-        """Return warnings about numbers set outside ``blocks``, which are recorded as they were.
+        """Return warnings about numbers and flags set outside ``blocks``, which are recorded as they were.
 
         Raises:
             RecordingError: a buffer is replaced outside blocks, which a recording would not do again.
@@ -51,44 +52,51 @@ def _is_inside(name: str, blocks: Sequence[str]) -> bool:
 
 @contextmanager
 def kept_attributes(module: nn.Module) -> Iterator[Changes]:
-    """Put back afterwards what code inside sets on ``module`` or on any module in it.
+    """Put back afterwards what code inside sets on ``module``, on any module in it, or in what these hold.
 
-    A recording leaves tensors without values in caches, and counts calls that were none. Other objects stay:
-    libraries note there what they have set up once. What is yielded is filled at the end.
+    A recording leaves tensors without values in caches, counts calls that were none, and sets flags after a
+    first batch that there was not. What is yielded is filled at the end.
     """
     changes = Changes()
-    before = [(path, part, dict(vars(part)), dict(part._buffers)) for path, part in module.named_modules()]
+    parts = list(module.named_modules())
+    before = [(path, part, dict(vars(part)), dict(part._buffers)) for path, part in parts]
     versions = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+    num_hooks = _count_hooks(module)
+    state = PythonState()
+    for _, part in reversed(parts):  # from the inside, so that each is looked into as deep as any
+        state.keep(part)
     try:
         yield changes
     finally:
         for path, part, attributes, buffers in before:
             prefix = f"{path}." if path else ""
-            changes.buffers += [prefix + name for name in _put_back(part._buffers, buffers)]
-            changes.numbers += [prefix + name for name in _put_back(vars(part), attributes)]
+            changes.numbers += [prefix + name for name in _changed_settings(vars(part), attributes)]
+            changes.buffers += [prefix + name for name in _replaced_tensors(part._buffers, buffers)]
+        changes.has_new_hooks = _count_hooks(module) > num_hooks
+        state.put_back()
         written = [name for name, (buffer, version) in versions.items() if buffer._version != version]
         changes.written_buffers = written + changes.buffers
 
 
-def _put_back(held: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """Restore numbers and tensors in a dictionary; return the names of those that were others before."""
-    replaced = []
-    for name, value in list(held.items()):
-        old = before.get(name)
-        if value is old or not (_is_number(old) or _holds_recorded_tensors(value)):
-            continue
-        if isinstance(old, torch.Tensor) or (_is_number(old) and value != old):
-            replaced.append(name)
-        if name in before:
-            held[name] = old
-        else:
-            del held[name]
-    return replaced
+def _count_hooks(module: nn.Module) -> int:
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _changed_settings(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """Return the names of numbers, flags and texts that are others than before."""
+    return [
+        name
+        for name, value in before.items()
+        if now.get(name) is not value
+        and value is not None
+        and isinstance(value, PLAIN)
+        and now.get(name) != value
+    ]
 
 
-def _holds_recorded_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value))
+def _replaced_tensors(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for name, value in before.items()
+        if isinstance(value, torch.Tensor) and now.get(name) is not value
+    ]

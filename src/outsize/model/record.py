@@ -22,12 +22,14 @@ from outsize.model.gradient_flow import ArgumentGradients
 from outsize.model.hooks import blocks_with_forward_hooks, unseen_changes_refused
 from outsize.model.in_place_writes import apply_out_of_place
 from outsize.model.index_ranges import Lookup, find_index_ranges, lookups_noted
-from outsize.model.kept_attributes import kept_attributes
+from outsize.model.kept_attributes import Changes, kept_attributes
+from outsize.model.lasting_tensors import RecordedTensors, caches_emptied
 from outsize.model.leaves import choose_leaves, has_parameters, initially_open
 from outsize.model.library_settings import constants_readable, training_settings
 from outsize.model.loss_terms import find_loss_terms
 from outsize.model.output_classes import register_dataclasses
 from outsize.model.program import Node, NodeKind, Program, Rung, TensorSpec
+from outsize.model.python_randomness import python_randomness_refused
 from outsize.model.recorder import LeafMustOpen, Recorder
 from outsize.model.repeated_calls import RepeatedCalls
 from outsize.model.shared_buffers import spans_of_shared_buffers
@@ -38,6 +40,7 @@ from outsize.model.unrecordable import refuse_unrecordable
 __all__ = ["Granularity", "loss_tensor", "record_module"]
 
 Granularity = Literal["blocks", "operators"]
+Rungs = Callable[..., AbstractContextManager[Execution]]
 _MAX_RECORDINGS = 60
 
 
@@ -91,34 +94,27 @@ def _has_values(module: nn.Module, batch: Any) -> bool:
 def _record(
     module: nn.Module,
     batch: Any,
-    rung: Callable[..., AbstractContextManager[Execution]],
+    rung: Rungs,
     *,
     granularity: Granularity,
     with_samples: frozenset[str],
     reuse: bool,
 ) -> Program:
     refuse_unrecordable(module)
-    entries, layout = flatten_batch(batch)
+    entries, _ = flatten_batch(batch)
     opened = initially_open(module)
     for _ in range(_MAX_RECORDINGS):
         leaves = choose_leaves(module, opened) if granularity == "blocks" else []
-        try:
-            with (
-                training_settings(module),
-                rung(module, entries) as execution,
-                kept_attributes(module) as changes,
-                constants_readable(execution.is_constant),
-            ):
-                args, kwargs = layout.restore(execution.entries)
-                recorder = Recorder(module, execution)
-                output, lookups = _run(recorder, module, leaves, args, kwargs, reuse=reuse)
-                program = _finish(recorder, output)
-                program.index_ranges = find_index_ranges(program, lookups, recorder.tensors)
-                program.sample_entries = with_samples
-                program.num_samples = count_samples(entries, with_samples)
-        except LeafMustOpen as signal:
-            _open(module, opened, leaves, signal.names)
+        with caches_emptied(module) as recorded:
+            program, changes = _attempt(module, batch, rung, leaves, recorded, reuse=reuse)
+        if isinstance(program, LeafMustOpen):
+            _open(module, opened, leaves, program.names)
             continue
+        if changes.has_new_hooks and reuse:
+            reuse = False  # blocks that were taken to be alike would have had them too
+            continue
+        program.sample_entries = with_samples
+        program.num_samples = count_samples(entries, with_samples)
         program.warnings += changes.check(leaves)
         program.written_buffers = tuple(changes.written_buffers)
         program.shared_buffer_spans = spans_of_shared_buffers(program, module)
@@ -128,6 +124,32 @@ def _record(
         why="values kept leaving blocks by side channels",
         attempt="return such values from the block's forward instead of storing them on an object",
     )
+
+
+def _attempt(
+    module: nn.Module, batch: Any, rung: Rungs, leaves: list[str], recorded: RecordedTensors, *, reuse: bool
+) -> tuple[Program | LeafMustOpen, Changes]:
+    """Record with these leaves, or return which of them must open; note the tensors that were made."""
+    entries, layout = flatten_batch(batch)
+    with (
+        training_settings(module),
+        rung(module, entries) as execution,
+        kept_attributes(module) as changes,
+        python_randomness_refused(),
+        constants_readable(execution.is_constant),
+    ):
+        args, kwargs = layout.restore(execution.entries)
+        recorder = Recorder(module, execution)
+        try:
+            output, lookups = _run(recorder, module, leaves, args, kwargs, reuse=reuse)
+            program = _finish(recorder, output)
+            program.index_ranges = find_index_ranges(program, lookups, recorder.tensors)
+        except LeafMustOpen as signal:
+            return LeafMustOpen(signal.names), changes  # without what the traceback keeps alive
+        finally:
+            given = {id(entry) for entry in entries.values()}
+            recorded.note(tensor for tensor in recorder.all_tensors() if id(tensor) not in given)
+    return program, changes
 
 
 def _open(module: nn.Module, opened: set[str], leaves: list[str], names: set[str]) -> None:

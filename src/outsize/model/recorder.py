@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._attributes.setdefault(id(buffer), (NodeKind.BUFFER, name))
         for key, tensor in execution.entries.items():
             self._add(NodeKind.INPUT, key, [tensor])
+
+    def all_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield every tensor seen."""
+        yield from self.tensors.values()
+        yield from self._kept
 
     # -- values ---------------------------------------------------------------------------------
 

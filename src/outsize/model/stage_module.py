@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_unflatten
 
+from outsize.model.lasting_tensors import refuse_recorded
 from outsize.model.prepared_call import prepare_call
 from outsize.model.program import Node, NodeKind, Program, Ref
 from outsize.model.recompute import recomputed
@@ -127,6 +128,8 @@ class StageModule(nn.Module):
             values[node.outputs[0]] = self._constants[callee]
         else:
             callee(values)
+            if node.kind is NodeKind.MODULE:
+                refuse_recorded(node, values)
 
 
 def _share(node: Node, values: Mapping[int, Any], loss_scales: Sequence[float] | None) -> Any:
