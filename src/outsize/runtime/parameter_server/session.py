@@ -28,16 +28,23 @@ The store looks up the names of its peers, which costs seconds where the name se
 
 _FOREVER_S = 365 * 24 * 3600.0
 _HEADER_VALUES = 4
+_HEADER_BYTES = 8 * (1 + _HEADER_VALUES + 3)
+_FRAME_BYTES = 8192
+_ALIGNMENT_BYTES = 64  # of what lies in a frame
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
 class Message:
-    """A kind, up to four numbers, JSON data, and up to two large buffers (uint8), which are never copied.
+    """A kind, up to four numbers, JSON data, and up to two buffers (uint8); large ones are never copied.
+
+    A frame of fixed size travels first, with all that has room in it: every transfer of its own wakes threads
+    on both sides, which takes longer than to send a few kilobytes. What has no room follows by itself.
 
     ::
 
-        header int64[8]: kind | 4 values | bytes of text | bytes of first buffer | bytes of second buffer
+        frame:  header | text | first buffer | second buffer
+        header: kind | 4 values | bytes of text | bytes of first buffer | bytes of second buffer    (int64)
     """
 
     kind: int
@@ -62,18 +69,25 @@ class Session:
     peer: str
     timeout_s: float
     incarnation: int = 0
-    _scratch: list[torch.Tensor] = field(default_factory=lambda: [_EMPTY, _EMPTY])
+    _scratch: list[torch.Tensor] = field(default_factory=lambda: [_EMPTY] * 3)
 
     def begin(self, message: Message) -> list[Any]:
         """Start to send, and return what ``finish`` waits for."""
         text = b"" if message.data is None else json.dumps(message.data).encode()
         buffers = [*message.buffers, _EMPTY, _EMPTY][:2]
         values = [*message.values, 0, 0, 0, 0][:_HEADER_VALUES]
-        sizes = [len(text), *(buffer.numel() for buffer in buffers)]
-        header = torch.tensor([message.kind, *values, *sizes], dtype=torch.int64)
         text_tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else _EMPTY
-        parts = [header, *(part for part in (text_tensor, *buffers) if part.numel())]
-        return [(self._call(self._group().send, [part], 1 - self.rank, 0), part) for part in parts]
+        parts = [text_tensor, *buffers]
+        sizes = [part.numel() for part in parts]
+        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+        frame[:_HEADER_BYTES] = torch.tensor([message.kind, *values, *sizes]).view(torch.uint8)
+        alone = [frame]
+        for part, place in zip(parts, _places(sizes), strict=True):
+            if place is None:
+                alone.append(part)
+            else:
+                frame[place] = part
+        return [(self._call(self._group().send, [part], 1 - self.rank, 0), part) for part in alone]
 
     def finish(self, sends: list[Any]) -> None:
         """Wait until everything is sent."""
@@ -86,15 +100,15 @@ class Session:
 
     def receive(self, *into: torch.Tensor) -> Message:
         """Return the next message; its buffers lie in ``into``, else in memory reused by the next call."""
-        header = torch.empty(1 + _HEADER_VALUES + 3, dtype=torch.int64)
-        self._receive_into(header)
-        kind, *numbers = header.tolist()
+        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+        self._receive_into(frame)
+        kind, *numbers = frame[:_HEADER_BYTES].view(torch.int64).tolist()
         values, sizes = numbers[:_HEADER_VALUES], numbers[_HEADER_VALUES:]
-        text = torch.empty(sizes[0], dtype=torch.uint8)
-        self._receive_into(text)
-        buffers = [self._buffer(position, size, into) for position, size in enumerate(sizes[1:])]
-        for buffer in buffers:
-            self._receive_into(buffer)
+        wanted: list[torch.Tensor | None] = [None, *into, None, None]
+        text, *buffers = (
+            self._part(frame, number, *each)
+            for number, each in enumerate(zip(sizes, _places(sizes), wanted, strict=False))
+        )
         data = json.loads(text.numpy().tobytes()) if sizes[0] else None
         return Message(kind, values, data, buffers)
 
@@ -110,17 +124,23 @@ class Session:
         """
         self.group = None
 
-    def _buffer(self, position: int, size: int, into: Sequence[torch.Tensor]) -> torch.Tensor:
-        if position < len(into) and into[position].numel() == size:
-            return into[position]
-        if self._scratch[position].numel() < size:
-            self._scratch[position] = torch.empty(size, dtype=torch.uint8)
-        return self._scratch[position][:size]
+    def _part(
+        self, frame: torch.Tensor, number: int, size: int, place: slice | None, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return text or a buffer: from the frame, or received now; in the memory ``wanted`` if it fits."""
+        fits = wanted is not None and wanted.numel() == size
+        if place is not None:
+            return wanted.copy_(frame[place]) if wanted is not None and fits else frame[place]
+        if wanted is None or not fits:
+            if self._scratch[number].numel() < size:
+                self._scratch[number] = torch.empty(size, dtype=torch.uint8)
+            wanted = self._scratch[number][:size]
+        self._receive_into(wanted)
+        return wanted
 
     def _receive_into(self, buffer: torch.Tensor) -> None:
-        if buffer.numel():
-            work = self._call(self._group().recv, [buffer], 1 - self.rank, 0)
-            self._call(work.wait, timedelta(seconds=self.timeout_s))
+        work = self._call(self._group().recv, [buffer], 1 - self.rank, 0)
+        self._call(work.wait, timedelta(seconds=self.timeout_s))
 
     def _group(self) -> Any:
         if self.group is None:
@@ -132,6 +152,18 @@ class Session:
             return function(*arguments)
         except RuntimeError as error:
             raise lost(self.peer, str(error).splitlines()[0]) from None
+
+
+def _places(sizes: Sequence[int]) -> list[slice | None]:
+    """Return where in the frame each part lies, or None for one that travels by itself."""
+    places: list[slice | None] = []
+    start = _HEADER_BYTES
+    for size in sizes:
+        has_room = start + size <= _FRAME_BYTES
+        places.append(slice(start, start + size) if has_room else None)
+        if has_room:
+            start = -(-(start + size) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return places
 
 
 class Listener:
