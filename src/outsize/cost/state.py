@@ -107,23 +107,33 @@ def _sharded(held: HeldParameters, layout: Layout, per: BytesPerParameter) -> St
     parameters, gradients = held.all * per.parameter, held.trainable * per.gradient
     block = held.in_largest_block
     in_backward: Any = 0.0
+    at_work: Any = 0.0  # whole blocks, which are gone after backward
     if level == "optimizer_states":
         in_reduction = with_own * _bucket(gradients, held.in_largest * per.gradient)
     else:
         gradients = gradients / shards
         in_reduction = _bucket(gradients, held.in_largest * per.gradient / shards)
         in_reduction = in_reduction * (layout.num_replicas > layout.mesh.fsdp)
-        gradients = gradients + block * per.gradient
         in_backward = with_own * block * per.gradient
-    in_update = held.in_largest * per.update / shards
+        at_work = block * per.gradient
+        gradients = gradients + at_work
     in_gather: Any = 0.0
     if level == "full":
-        parameters = parameters / shards + (1 + with_own) * block * per.parameter
+        gathered_blocks = (1 + with_own) * block * per.parameter
+        parameters = parameters / shards + gathered_blocks
+        at_work = at_work + gathered_blocks
     else:
         gathered = _bucket(held.trainable * per.parameter, held.in_largest * per.parameter)
         in_gather = with_own * gathered - gradients
-    states = held.trainable * per.optimizer_state / shards
-    return StateBytes(parameters, gradients, states, in_backward, in_reduction, in_update, in_gather)
+    return StateBytes(
+        parameters,
+        gradients,
+        held.trainable * per.optimizer_state / shards,
+        in_backward,
+        in_reduction - at_work,
+        held.in_largest * per.update / shards - at_work,
+        in_gather,
+    )
 
 
 def _bucket(num_bytes: Any, largest: Any) -> Any:
