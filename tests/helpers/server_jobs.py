@@ -39,7 +39,7 @@ from torch import nn
 
 
 class Ranker(nn.Module):
-    """Two tables, one of them pooled with padding; ragged labels; a frozen layer."""
+    """Two tables, one of them pooled with padding; ragged labels; a frozen layer, and one of no use."""
 
     def __init__(self):
         super().__init__()
@@ -48,6 +48,7 @@ class Ranker(nn.Module):
         self.layer = nn.Linear(6, 8)
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
         self.head = nn.Linear(8, 5)
+        self.unused = nn.Linear(2, 1)
         self.double()
 
     def forward(self, item, words, labels):
@@ -86,7 +87,7 @@ def make_job(folder: Path, updates: str, *, num_workers: int = 2, kills: bool = 
         (StageSpec(0, ""),),
         ScheduleSpec("1f1b", 2),
         GLOBAL_BATCH,
-        optimizer=changes.pop("optimizer", OptimizerSpec("adamw", 0.01, weight_decay=0.1)),
+        optimizer=changes.pop("optimizer", OptimizerSpec("adamw", 0.01)),
         state_sharding="servers",
     )
     job = ParameterServerJob(

@@ -110,7 +110,7 @@ def test_local_steps_are_averaged_by_the_outer_optimizer(tmp_path: Path) -> None
                 moved[name] += (before[name] - value.detach()) / 2
         module.load_state_dict(before)
         for name, value in module.named_parameters():
-            value.grad = moved[name] if value.requires_grad else None
+            value.grad = moved[name] if value.requires_grad else None  # zero for the unused layer
         outer.step()
     run_in_threads(job)
     assert_saved(tmp_path / "run", {name: value.detach() for name, value in module.named_parameters()})
@@ -125,7 +125,7 @@ def test_local_steps_are_averaged_by_the_outer_optimizer(tmp_path: Path) -> None
         ("local:5", {"row_wise": "*"}, "Local steps keep no rows"),
         ("synchronous", {"optimizer": OptimizerSpec(max_gradient_norm=1.0)}, "cannot be clipped"),
         ("synchronous", {"num_servers": 0}, "0 servers hold nothing"),
-        ("synchronous", {"num_servers": 9}, "9 servers are more than the model's 6 variables"),
+        ("synchronous", {"num_servers": 9}, "9 servers are more than the model's 8 variables"),
         ("synchronous", {"num_workers": 6}, "global batch of 10 is too small"),
         ("synchronous", {"row_wise": "head.*"}, "No table is called 'head.\\*'"),
         ("synchronous", {"partitioner": "fixed:0"}, "'fixed:0' is not a partitioner"),

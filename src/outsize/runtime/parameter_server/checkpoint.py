@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,20 +125,28 @@ def load_shards(folder: Path, storage: ShardStorage) -> int:
     """
     saved = saved_names(folder)
     entries: dict[str, CheckpointEntry] = {}
-    counts: dict[str, list[torch.Tensor]] = {}  # each shard of a table has a count of its own
+    counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # a shard's count, and what was saved of it
     for shard in storage.shards:
-        for name, tensor in _named_values(shard, storage.values_of(shard)).items():
+        for name, held in _named_values(shard, storage.values_of(shard)).items():
             if name not in saved and _had_no_gradient(shard.variable.name, name, saved):
                 continue
-            if _is_count(name, shard):
-                counts.setdefault(name, []).append(tensor)
             entry = entries.setdefault(name, CheckpointEntry(_whole_shape(name, shard), {}))
-            entry.chunks[_offset(name, shard)] = _with_rows(tensor)
+            tensor = _with_rows(held)
+            if _is_count(name, shard):
+                tensor = entry.chunks.get(_offset(name, shard), torch.zeros_like(tensor))
+                counts.append((held, tensor))
+            entry.chunks[_offset(name, shard)] = tensor
     step = load_entries(folder, entries)
-    for tensors in counts.values():
-        for tensor in tensors[:-1]:
-            tensor.copy_(tensors[-1])
+    _set_counts(counts)
     return step
+
+
+def _set_counts(counts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Shards that share a count get the largest: other strategies do not count where there is no gradient."""
+    for held, _ in counts:
+        held.zero_()
+    for held, saved in counts:
+        torch.maximum(held, saved.view(held.shape), out=held)
 
 
 def _had_no_gradient(variable: str, name: str, saved: set[str]) -> bool:

@@ -20,7 +20,6 @@ from outsize.model.deferred import build_deferred
 from outsize.model.source import ModelSource, resize_batch
 from outsize.plan.plan import Mesh, Plan
 from outsize.runtime.executions import Executions
-from outsize.runtime.materialise import names_used
 from outsize.runtime.mesh import ProcessMesh
 from outsize.runtime.microbatches import BatchForm, BatchSplitter, Microbatch
 from outsize.runtime.random_streams import random_stream
@@ -59,9 +58,7 @@ class PartModel:
                 why="Training differentiates an output named loss, or the only scalar one.",
                 attempt="a sample batch with labels, or a module whose forward returns the loss.",
             )
-        self.held = {
-            self.deferred.ties.get(name, name) for name in names_used(self.deferred, placement.slices)
-        }
+        self.held = set(self._executions.held.by_rank[0])
         self._training_modes = {part: part.training for part in self.module.modules()}
 
     @property

@@ -73,7 +73,7 @@ class TrainingWorker:
         return result | {
             "worker": self._index,
             "step_time_s": time.perf_counter() - started,
-            "peak_memory_bytes": memory.measure_peak_bytes(),
+            "peak_memory_bytes": self._peak_bytes(memory, context.servers),
         }
 
     def _gradients(self, servers: ServerClient, step: int, part: int, scale: float = 1.0) -> dict[str, Any]:
@@ -144,6 +144,11 @@ class TrainingWorker:
             if limit is not None:
                 apply_memory_limit(limit - servers.num_bytes)
         return self._memory
+
+    def _peak_bytes(self, memory: MemoryMeter, servers: ServerClient) -> int | None:
+        """Return the peak on this device; on a CPU the client's buffers are in use, and were before."""
+        peak = memory.measure_peak_bytes()
+        return peak if peak is None or self._device.type != "cpu" else peak + servers.num_bytes
 
     def _install(self, servers: ServerClient, pulled: Pulled) -> None:
         """Let the module hold what was pulled: on a CPU the very buffers, else copies on the device."""
