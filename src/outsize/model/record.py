@@ -147,6 +147,7 @@ def _attempt(
         except LeafMustOpen as signal:
             return LeafMustOpen(signal.names), changes  # without what the traceback keeps alive
         finally:
+            recorder.generators.put_back()
             given = {id(entry) for entry in entries.values()}
             recorded.note(tensor for tensor in recorder.all_tensors() if id(tensor) not in given)
     return program, changes

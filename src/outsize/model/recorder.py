@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from outsize.errors import RecordingError
 from outsize.model.execution import Execution, has_mask
 from outsize.model.fake import DEVICE_QUERY, device_of
+from outsize.model.generators import ModuleGenerators
 from outsize.model.output_classes import register_dataclasses
 from outsize.model.program import Guard, Node, NodeKind, Ref
 from outsize.model.user_frame import user_frame
@@ -48,6 +49,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._value_at: dict[tuple[Any, ...], int] = {}  # memory and layout -> value, for re-wrapped tensors
         self._made_inside: dict[int, str] = {}  # id(tensor) -> leaf
         self._kept: list[torch.Tensor] = []
+        self.generators = ModuleGenerators(module)
         self._attributes: dict[int, tuple[NodeKind, str]] = {}
         self._parameter_of: dict[int, str] = {}  # memory -> name
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -191,6 +193,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._watch(result, self.leaf)
             return result
         arguments = self.flatten_arguments(args, kwargs)
+        self.generators.refuse_others(arguments[0])
         mutated = _written_arguments(func, args, kwargs)
         self._refuse_writes(mutated)
         result, is_read = self.execution.run(func, args, kwargs, inside_leaf=False)
